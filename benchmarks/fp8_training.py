@@ -131,7 +131,7 @@ def sources(folders: Sequence[Path]) -> list[Path]:
     """Python source files without duplicates, as packages contain copies of each other's files."""
     files_by_content: dict[bytes, Path] = {}
     for folder in folders:
-        for file in sorted(folder.rglob("*.py")):
+        for file in sorted(folder.resolve().rglob("*.py")):
             files_by_content.setdefault(file.read_bytes(), file)
     return list(files_by_content.values())
 

@@ -1,14 +1,17 @@
-"""A run on three emulated hosts with random faults for two hours. `make soak-hosts`; needs root.
+"""Runs on three emulated hosts with random faults for two hours. `make soak-hosts`; needs root.
 
-    python benchmarks/hosts_soak.py [--faults 200] [--minutes 120] [--seed 0] [--rate 400mbit] [--patience 1] [--out FILE] [--runs DIR]
+    python benchmarks/hosts_soak.py --faults 200 --minutes 120                # one run, 200 faults
+    python benchmarks/hosts_soak.py --faults 200 --minutes 18 --at-once 7     # seven runs with 29 faults each, for 16 cores
 
 Two hosts train with two CPU ranks each, a third one is spare; each has a network, a hostname and a /dev/shm of its own, and
 all share the run's folder, a file system of its own. Random faults begin by a schedule, each one only when the run trains
 with all its hosts. A fault kills a rank, an agent, the coordinator's process, a host with all its processes or the
 coordinator's host; it cuts a link for up to 15 s, makes it slow, or fills the disk. What was killed or cut comes back after
-some seconds. Then an undisturbed run trains as many steps on hosts of its own.
+some seconds. With `--at-once N` there are N such runs at the same time, each on hosts of its own; their faults are drawn with
+the seeds SEED to SEED + N - 1. An undisturbed run on hosts of its own trains as many steps: at the same time where there are
+two cores for each run, otherwise afterwards.
 
-Checked: the run trains again after each fault within `LIMITS`; every step is in its metrics once, with the loss of the
+Checked: a run trains again after each fault within `LIMITS`; every step is in its metrics once, with the loss of the
 undisturbed run bit for bit; at its end no process, no half-written file, no namespace and no mount is left. Prints a line for
 each fault; exit code 1 if something does not hold, 3 if this machine cannot make such hosts.
 """
@@ -26,6 +29,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,6 +46,8 @@ from meshwright.policies.coordinator_lease import CoordinatorLease
 from meshwright.spec.errors import EXIT_PREEMPTED
 
 HOSTS, TRAINING, RANKS_PER_HOST = 3, 2, 2
+CORES = 2
+"""Cores for a run, with which its limits hold."""
 EVERY = 200
 """Steps between two checkpoints."""
 LIMITS = {"lose-coordinator": 20.0, "lose-host": 25.0, "kill-agent": 25.0, "cut-link": 25.0}
@@ -57,10 +63,17 @@ PATIENCE_SECONDS = 300.0
 
 
 class Soak:
-    """The disturbed run."""
+    """A disturbed run."""
 
-    def __init__(self, stage: Stage, drawn: random.Random) -> None:
-        self.stage, self.drawn = stage, drawn
+    def __init__(self, stage: Stage, seed: int) -> None:
+        """Start the run of `stage`, whose faults are drawn with `seed`."""
+        self.stage = stage
+        self.seed = seed
+        self.drawn = random.Random(seed)
+        self.results: list[dict[str, Any]] = []
+        """Each fault, and how long the run took to train again."""
+        self.wrong: list[str] = []
+        """What did not hold during the faults."""
         self.folder = mount(stage, "-t", "tmpfs", "-o", "size=50%", "none", within="")
         self.job = stage.start()
         self.agents = dict(enumerate(self.job.processes))
@@ -193,7 +206,10 @@ def make_stage(file: Path, folder: Path, links: Links) -> Stage:
 
 
 def disturb(soak: Soak, count: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """Disturb the run `count` times within `seconds`; yields each fault and how long the run took to train again."""
+    """Disturb the run `count` times within `seconds`; yields each fault and how long the run took to train again.
+
+    After `seconds` no fault begins, so there are fewer where the run takes longer to train again.
+    """
     job, faults = soak.job, soak.faults()
     names = [list(faults)[number % len(faults)] for number in range(count)]
     soak.drawn.shuffle(names)
@@ -202,6 +218,8 @@ def disturb(soak: Soak, count: int, seconds: float) -> Iterator[dict[str, Any]]:
         job.until(soak.is_whole, "the run on all its hosts", PATIENCE_SECONDS)
         while time.monotonic() < began + number * seconds / count:
             soak.stage.pause(0.1)
+        if time.monotonic() > began + seconds:
+            return
         newest, attempt = job.last_step, job.attempt
         moment, before, soak.restarts = time.monotonic(), len(job.steps), False
         lasted = faults[name]()
@@ -212,12 +230,29 @@ def disturb(soak: Soak, count: int, seconds: float) -> Iterator[dict[str, Any]]:
         recovered = max(after - earlier for earlier, after in pairwise(times))
         limit = LIMITS.get(name, RESTART_SECONDS) + lasted
         yield {
+            "seed": soak.seed,
             "fault": name,
             "step": newest,
             "lasted": round(lasted, 2),
             "standstill": round(recovered, 2),
             "limit": limit,
         }
+
+
+def play(soak: Soak, count: int, seconds: float, patience: float) -> None:
+    """Disturb a run `count` times and end it; what did not hold is in `soak.wrong`."""
+    try:
+        for result in disturb(soak, count, seconds):
+            soak.results.append(result)
+            late = result["standstill"] > patience * result["limit"]
+            if late:
+                soak.wrong.append(f"{result['fault']} at step {result['step']}: {result['standstill']} s")
+            values = "{seed:>4} {fault:17} at step {step:>7}: lasted {lasted:5.1f} s, no step for {standstill:5.1f} s"
+            print(f"{values.format(**result)}{'  LATE' if late else ''}", flush=True)
+        if (code := end(soak.stage)) != EXIT_PREEMPTED:
+            soak.wrong.append(f"the run ended with code {code}, not {EXIT_PREEMPTED}")
+    except NotReached as error:
+        soak.wrong.append(f"{error}\n{soak.job.output[-3000:]}")
 
 
 def coordinator_lease(stage: Stage) -> CoordinatorLease:
@@ -234,14 +269,19 @@ def end(stage: Stage) -> int:
     return stage.job.wait(PATIENCE_SECONDS)
 
 
+def network_namespaces() -> list[str]:
+    """Names of this machine's network namespaces."""
+    return subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout.split()
+
+
 def left_behind(run: Path) -> list[str]:
     """Half-written files of a run that has ended."""
     return [str(path.relative_to(run)) for path in run.rglob("*") if ".partial" in path.name or ".tmp" in path.name]
 
 
-def check(soak: Soak, calm: Stage, code: int) -> list[str]:
-    """What does not hold at the end of the run."""
-    wrong = [] if code == EXIT_PREEMPTED else [f"the run ended with code {code}, not {EXIT_PREEMPTED}"]
+def check(soak: Soak, calm: Stage) -> list[str]:
+    """What does not hold at the end of a run; `calm` is the undisturbed one."""
+    wrong = []
     found = soak.stage.losses()
     if [step for step, _ in found] != list(range(1, len(found) + 1)):
         wrong.append("a step is missing in the metrics, or there twice")
@@ -254,9 +294,10 @@ def check(soak: Soak, calm: Stage, code: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=120.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=200, help="of all runs together")
+    parser.add_argument("--minutes", type=float, default=120.0, help="time over which the faults of a run begin")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="number of runs with faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run's faults")
     parser.add_argument("--rate", default="400mbit")
     parser.add_argument(
         "--patience", type=float, default=1.0, help="factor for all limits, for a machine with other work"
@@ -268,50 +309,61 @@ def main() -> None:
         print(f"this machine cannot make the hosts of the soak: {obstacle}")
         sys.exit(3)
     undo_on_sigterm()
-    namespaces = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout.split()
-    began, results, wrong = time.monotonic(), list[dict[str, Any]](), list[str]()
-    with tempfile.TemporaryDirectory() as temporary:
+    namespaces = network_namespaces()
+    began = time.monotonic()
+    soaks: list[Soak] = []
+    wrong: list[str] = []
+    seeds = range(arguments.seed, arguments.seed + arguments.at_once)
+    beside = len(os.sched_getaffinity(0)) >= CORES * (len(seeds) + 1)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(seeds)) as threads:
         file, runs = make_run(Path(temporary) / "tiny"), arguments.runs or Path(temporary) / "runs"
-        calm, disturbed = (make_stage(file, runs / name, Links(arguments.rate)) for name in ("calm", "disturbed"))
+        calm, *disturbed = (
+            make_stage(file, runs / name, Links(arguments.rate))
+            for name in ("calm", *(f"seed-{seed}" for seed in seeds))
+        )
         try:
-            soak = Soak(disturbed, random.Random(arguments.seed))
-            try:
-                for result in disturb(soak, arguments.faults, 60 * arguments.minutes):
-                    results.append(result)
-                    late = result["standstill"] > arguments.patience * result["limit"]
-                    wrong += [f"{result['fault']} at step {result['step']}: {result['standstill']} s"] if late else []
-                    values = "{fault:17} at step {step:>7}: lasted {lasted:5.1f} s, no step for {standstill:5.1f} s"
-                    print(f"{len(results):>4} {values.format(**result)}{'  LATE' if late else ''}", flush=True)
-                code = end(disturbed)
-                last = len(disturbed.losses())
-                calm.start().until(
-                    lambda: calm.job.last_step >= last, f"step {last}", 60 * arguments.minutes + START_SECONDS
-                )
-                end(calm)
-                wrong += check(soak, calm, code)
-            except NotReached as error:
-                wrong.append(f"{error}\n{disturbed.job.output[-3000:]}")
+            if beside:
+                calm.start()
+            soaks += [Soak(stage, seed) for stage, seed in zip(disturbed, seeds, strict=True)]
+            shares = [
+                arguments.faults // len(soaks) + (number < arguments.faults % len(soaks))
+                for number in range(len(soaks))
+            ]
+            seconds = 60 * arguments.minutes
+            list(threads.map(lambda soak, count: play(soak, count, seconds, arguments.patience), soaks, shares))
+            last = max(len(stage.losses()) for stage in disturbed)
+            if not beside:
+                calm.start()
+            calm.job.until(lambda: calm.job.last_step >= last, f"step {last}", seconds + START_SECONDS)
+            end(calm)
+            for soak in soaks:
+                wrong += [f"seed {soak.seed}: {text}" for text in (*soak.wrong, *check(soak, calm))]
+        except NotReached as error:
+            wrong.append(f"{error}\n{calm.job.output[-3000:]}")
         finally:
-            calm.close()
-            disturbed.close()
-        steps = len(disturbed.losses())
-    left = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
-    wrong += [f"namespace {name} is left" for name in left.split() if name not in namespaces]
-    if os.path.ismount(disturbed.run):
-        wrong.append(f"{disturbed.run} is still mounted")
+            # Without processes, the runs that still go on end with NotReached.
+            for stage in (calm, *disturbed):
+                stage.close()
+        steps = sum(len(stage.losses()) for stage in disturbed)
+    wrong += [f"namespace {name} is left" for name in network_namespaces() if name not in namespaces]
+    wrong += [f"{stage.run} is still mounted" for stage in disturbed if os.path.ismount(stage.run)]
+    results = [result for soak in soaks for result in soak.results]
     by_fault = defaultdict(list)
     for result in results:
         by_fault[result["fault"]].append(result["standstill"])
-    for name, seconds in sorted(by_fault.items()):
+    for name, standstills in sorted(by_fault.items()):
         print(
-            f"{name:17} {len(seconds):>3} times, no step for {statistics.median(seconds):.1f} s, at most {max(seconds):.1f} s"
+            f"{name:17} {len(standstills):>3} times, no step for {statistics.median(standstills):.1f} s, at most {max(standstills):.1f} s"
         )
     minutes = (time.monotonic() - began) / 60
-    print(f"{len(results)} faults in {minutes:.1f} minutes, {steps} steps: {'; '.join(wrong) or 'nothing was lost'}")
+    print(
+        f"{len(results)} of {arguments.faults} faults in {minutes:.1f} minutes, {steps} steps: {'; '.join(wrong) or 'nothing was lost'}"
+    )
     write_record(
         arguments.out,
-        seed=arguments.seed,
+        seeds=list(seeds),
         patience=arguments.patience,
+        asked=arguments.faults,
         minutes=minutes,
         steps=steps,
         faults=results,

@@ -1,6 +1,6 @@
-"""Train large language models from one plan: model + cluster + job in, one explicit Plan out.
+"""Train large language models from one plan: model, cluster and job in, one explicit Plan out.
 
-From Python: `load_run`, `plan` and `train` (docs/how-to/python.md).
+From Python, use `load_run`, `plan` and `train` (docs/how-to/python.md).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: a rank, and a command that needs none of them, start without."""
+    """Import a public name when it is first used. So ranks, and commands that do not need these names, start faster."""
     if name not in __all__:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     return getattr(import_module("meshwright.api" if name in _API else "meshwright.spec.errors"), name)

@@ -1,4 +1,4 @@
-"""The public Python functions and errors of Meshwright, stable within a minor version (docs/how-to/python.md)."""
+"""The public Python functions of Meshwright. They are stable within a minor version (docs/how-to/python.md)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
 OnStep = Callable[[Mapping[str, Any]], object]
+"""Called with the figures of a step, which are the keys of a step's line in metrics.jsonl."""
 OnValidation = Callable[[int, float], object]
+"""Called with the step and the validation loss in nats per token."""
 OnCheckpoint = Callable[[int, Path], object]
+"""Called with the step and the folder of a checkpoint that is durable."""
 
 
 class StopTraining(Exception):
-    """Raised by a callback: the run ends after the running step, with a checkpoint, and `train` returns."""
+    """Raised by a callback to stop the run after the running step, with a checkpoint. `train` then returns normally."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +31,24 @@ class TrainResult:
     """The result of `train`."""
 
     folder: Path
-    """The run's folder: checkpoints/, metrics.jsonl, report.html, …"""
+    """Folder of the run, with checkpoints/, metrics.jsonl, report.html and more."""
     finished: bool
-    """Whether the last step was reached; False after `StopTraining`."""
+    """Whether the last step was reached. False after `StopTraining`."""
     step: int
-    """The last step of the run, counted from 1 over all its starts."""
+    """Last step of the run, counted from 1 over all its starts. 0 if there is none."""
     checkpoint: Path | None
-    """The newest checkpoint; None when the run has none."""
+    """Folder of the newest checkpoint; None if the run has none."""
     held_out_loss: float | None
-    """Loss on held-out text after the last step, in nats per token; None without held-out text or before the end."""
+    """Loss on held-out text after the last step, in nats per token. None without held-out text, or if the run did not finish."""
 
 
 def load_run(
     file: str | PathLike[str] | None = None, overrides: Iterable[str] = (), *, runs: str | PathLike[str] = "runs"
 ) -> RunSpec:
-    """The run of a run file and `KEY=VALUE` overrides, read as on the command line.
+    """Read a run from a run file and `KEY=VALUE` overrides, as the command line does.
 
-    `runs` is the folder in which `model.init: checkpoint:NAME` looks for runs. Raises BadConfig with every mistake.
+    `runs` is the folder in which `model.init: checkpoint:NAME` looks for the run NAME. Raises BadConfig with every
+    mistake.
     """
     from meshwright.config.load import load_run
     from meshwright.families.folder import folder_spec
@@ -55,11 +59,10 @@ def load_run(
 
 
 def plan(run: RunSpec) -> Plan:
-    """The plan that `train` would follow, with predicted step time and memory; needs no torch and no GPU.
+    """Return the plan that `train` would use, with predicted step time and memory. Needs no torch and no GPU.
 
-    On one host it may use fewer ranks than the cluster has devices, if that is faster or the only possibility.
-
-    Raises BadInput for contradictory pins, OutOfResources when no plan fits.
+    On one host, the plan may use fewer ranks than the cluster has devices, if that is faster or the only possibility.
+    Raises BadInput for contradictory pins, and OutOfResources if no plan fits.
     """
     from meshwright.launch.prepare import on_used_devices, training_plan, with_vocabulary
 
@@ -82,15 +85,20 @@ def train(
 ) -> TrainResult:
     """Train on this host's devices, or resume the run of this name, and return when it ends.
 
-    `run` is what `load_run` returned, or a run file that is read with `overrides`. `fresh` starts beside an earlier run of the name, as
-    NAME-2, NAME-3, …. The run's ranks are processes of their own; callbacks run in the calling thread, in the order of events:
-    `on_step(figures)` with the keys of `metrics.jsonl`'s step lines (`step`, `loss`, `tokens`, `tokens_per_second`, `lr`, …),
-    `on_validation(step, loss)`, and `on_checkpoint(step, folder)` once the checkpoint is durable. A slow callback does not slow the run
-    down; if it falls far behind, steps are left out. An exception of a callback stops the run after the running step, with a checkpoint,
-    and is raised then, except `StopTraining`.
+    - `run`: the result of `load_run`, or a run file that is read with `overrides`.
+    - `runs`: folder that contains a folder for each run.
+    - `fresh`: start a new run beside an earlier one of this name, as NAME-2, NAME-3 and so on.
+    - `on_step(figures)`: called with the keys of a step's line in `metrics.jsonl`: `step`, `loss`, `tokens`,
+      `tokens_per_second`, `lr` and more.
+    - `on_validation(step, loss)`: called after a validation.
+    - `on_checkpoint(step, folder)`: called once a checkpoint is durable.
 
-    Raises the MeshwrightError of the run's exit code: BadInput, OutOfResources, Damaged, CommunicationFailure, NumericalFailure, Preempted,
-    Interrupted.
+    The ranks are processes of their own. Callbacks run in the calling thread, in the order of events. A slow callback
+    does not slow the run down; if it falls far behind, steps are left out. If a callback raises an exception, the run
+    stops after the running step, with a checkpoint. The exception is then raised here, except `StopTraining`.
+
+    Raises the MeshwrightError that belongs to the run's exit code: BadInput, OutOfResources, Damaged,
+    CommunicationFailure, NumericalFailure, Preempted, Interrupted.
     """
     from meshwright.launch.folder import renamed
     from meshwright.launch.job import run_job
@@ -126,6 +134,7 @@ def train(
 
 
 def _result(run: RunSpec, folder: Path, *, finished: bool) -> TrainResult:
+    """Return the result of a run, from the files in its folder."""
     from meshwright.checkpoint.format.inventory import newest_step
     from meshwright.checkpoint.format.manifest import step_name
     from meshwright.observe.metrics import scan_metrics

@@ -320,7 +320,8 @@ def test_a_prediction_has_two_digits(number: float, text: str) -> None:
 
 @pytest.mark.slow
 def test_a_faster_plan_that_cannot_be_trained_is_a_note() -> None:
-    arguments = [*ONE_RANK, "plan.pipeline=2", "plan.offload=activations", "--include-untrainable"]
+    pins = ["plan.pipeline=4", "plan.offload=activations"]
+    arguments = [*MODEL, "cluster.gpus_per_node=4", "train.seq_len=8192", *pins, "--include-untrainable"]
     result = meshwright("plan", *arguments, "--json").json
     without_pin = meshwright("plan", *arguments[:-1], "--json").json
     assert result["plan"]["schedule"] == without_pin["plan"]["schedule"] and "untrainable" not in without_pin

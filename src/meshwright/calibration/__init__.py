@@ -1,1 +1,4 @@
-"""Reads tables of published training runs and prices them with the cost model. The main commands do not import it."""
+"""Reads tables of published training runs and predicts their times with the cost model.
+
+The main commands do not import it.
+"""

@@ -1,7 +1,7 @@
-"""Looks up dimensions of public model families by name.
+"""Looks up the dimensions of public model families by name.
 
-Sources: each family's published config.json or paper. A name is matched without case, spaces or punctuation; dimensions that a
-caller gives replace the table's.
+Sources: each family's published config.json or paper. A name is compared without case, spaces or punctuation.
+Dimensions that a caller gives replace those of the table.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ from meshwright.spec.errors import WrongKey
 from meshwright.workload.model_shape import Shape, shape_of_runs
 
 Dims = dict[str, Any]
+"""Dimensions of a model by name, such as "layers" and "kv_heads"."""
 
 
 def _dense(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **extras: Any) -> Dims:
+    """Return the dimensions of a dense model with gated feed-forward networks."""
     return {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv, "ffn": ffn, "vocab": vocab, **extras}
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, **extras: Any) -> Dims:
+    """Return the dimensions of a GPT: feed-forward networks of width 4 · hidden without gates, and a head tied to the
+    embedding.
+    """
     return _dense(layers, hidden, heads, heads, 4 * hidden, vocab, gated=0, tied=1, **extras)
 
 
 def _moe(
     dims: Dims, experts: int, top_k: int, expert_ffn: int, shared_ffn: int = 0, dense: int = 0, **extras: Any
 ) -> Dims:
+    """Return `dims` with experts; the first `dense` layers have no experts."""
     sizes = {"experts": experts, "top_k": top_k, "expert_ffn": expert_ffn, "shared_ffn": shared_ffn}
     return {**dims, **sizes, "first_dense": dense, **extras}
 
@@ -129,23 +135,28 @@ FAMILIES: tuple[tuple[str, Dims], ...] = (
     (r"mpt350m", _gpt(24, 1024, 16, 50368)),
     (r"mpt125m", _gpt(12, 768, 12, 50368)),
 )
-"""(pattern of the whole simplified name, dimensions), most specific first."""
+"""(pattern that matches the whole simplified name, dimensions); specific patterns come first."""
 
 
 def dimensions_by_name(name: str) -> Dims:
-    """Dimensions of a family by its name; empty when the name is not known."""
+    """Return the dimensions of a family by its name; an empty dict if the name is not known."""
     simplified = re.sub(r"[^a-z0-9]", "", name.lower())
     simplified = simplified.removeprefix("meta").removesuffix("instruct").removesuffix("base")
     return next((dict(dims) for pattern, dims in FAMILIES if re.fullmatch(pattern, simplified)), {})
 
 
 def looks_like_gpt(name: str) -> bool:
-    """Whether a name suggests the GPT block (four-fold ungated feed-forward, tied head) rather than the Llama block."""
+    """Return whether a name suggests GPT blocks (feed-forward of width 4 · hidden without gates, tied head) instead of
+    Llama blocks.
+    """
     return bool(re.match(r"(gpt|mpt|opt|bloom|megatron|mt-?nlg|bert)", name.lower()))
 
 
 def shape_from_dimensions(dims: Mapping[str, Any]) -> Shape:
-    """The Shape of `dims`: layers, hidden, heads, kv_heads, ffn, vocab, and any of the optional keys in `FAMILIES`."""
+    """Return the Shape of a model with the dimensions `dims`.
+
+    They are layers, hidden, heads, kv_heads, ffn and vocab, and any of the optional names that `FAMILIES` has.
+    """
     heads = dims["heads"]
     hidden = dims["hidden"]
     layers = dims["layers"]
@@ -192,12 +203,13 @@ def shape_from_dimensions(dims: Mapping[str, Any]) -> Shape:
         (PublishedMixerSpec(columns=6 * hidden), mixer_layers),
     ]
     networks: list[tuple[BlockBody, float]] = [(dense, dense_layers), (moe, moe_layers)]
-    if "hybrid" in dims:  # one body a layer
+    if "hybrid" in dims:  # each layer has one body: a mixer, or a feed-forward network
         runs = [(_block(hidden, body), count) for body, count in (*mixers, *networks) if count]
-    else:  # which mixers stand beside which networks does not matter
+    else:  # it does not matter which mixer is in one block with which network
         pairs = [(mixer, network, of * beside / layers) for mixer, of in mixers for network, beside in networks]
         runs = [(_block(hidden, mixer, network), count) for mixer, network, count in pairs if count]
-    # The constants of other stacks were fitted with two exchanges in every layer without experts, whatever its mixer is.
+    # The constants of other training software were fitted with two tensor-parallel exchanges in every layer without
+    # experts, whatever its mixer is.
     exchanges = (layers - moe_layers) * 2 + moe_layers * (1 + bool(dims.get("shared_ffn")))
     return replace(
         shape_of_runs(tuple(runs), layers=layers, seq_len=1),
@@ -218,29 +230,36 @@ def shape_from_dimensions(dims: Mapping[str, Any]) -> Shape:
 
 
 def _block(hidden: Any, *bodies: BlockBody) -> BlockSpec:
-    """A block with a sublayer for each body; initial values do not matter here."""
+    """Return a block with one sublayer for each body. Initial values of weights do not matter here."""
     sublayers = tuple(SublayerSpec(norm=NormSpec(), bodies=(body,)) for body in bodies)
     return BlockSpec(hidden=hidden, sublayers=sublayers, std=0.0, residual_std=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedAttentionSpec:
-    """Attention with all projections before it as one linear layer of `columns` outputs, also those to and from latents."""
+    """Attention of a published model.
+
+    All projections before the attention itself, also those to and from latents, are one linear layer with `columns`
+    outputs. Sizes are numbers of a record, which may be fractions.
+    """
 
     MODULE: ClassVar[str] = "attention"
     NORM: ClassVar[str] = "attention_norm"
     OUTPUT_NORM: ClassVar[str] = "attention_output_norm"
 
     heads: Any
-    """As the other sizes, a number of a record, which may be a fraction."""
+    """Number of heads."""
     head_dim: Any
+    """Size of a query head."""
     value_head_dim: Any
+    """Size of a value head."""
     kv_width: Any
-    """Keys and values together, as they are saved and exchanged."""
+    """Width of keys and values together, as they are saved and exchanged."""
     columns: Any
+    """Outputs of the linear layer before the attention."""
 
     def operations(self, place: BodyPlace) -> Iterator[Op]:
-        """Projection, rotation, attention, output projection."""
+        """Yield projection, rotation, attention and output projection."""
         name = place.name
         queries = self.heads * self.head_dim
         values = self.heads * self.value_head_dim
@@ -284,16 +303,20 @@ class PublishedAttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedMixerSpec:
-    """A state-space or linear-attention layer as one linear layer of `columns` outputs; its other work is not priced."""
+    """A state-space or linear-attention layer as one linear layer of `columns` outputs.
+
+    Its other work is not predicted.
+    """
 
     MODULE: ClassVar[str] = "mixer"
     NORM: ClassVar[str] = "mixer_norm"
     OUTPUT_NORM: ClassVar[str] = "mixer_output_norm"
 
     columns: Any
+    """Outputs of the linear layer."""
 
     def operations(self, place: BodyPlace) -> Iterator[Op]:
-        """The linear layer."""
+        """Yield the linear layer."""
         yield LinearOp(
             name=place.name("in"),
             reads=(place.reads,),
@@ -309,7 +332,7 @@ class PublishedMixerSpec:
 
 
 def _latent_params(dims: Mapping[str, Any], head_dim: float, value_head_dim: float) -> float:
-    """Weights of one multi-head latent attention layer (DeepSeek-V2, section 2.1)."""
+    """Return the number of weights of one multi-head latent attention layer (DeepSeek-V2, section 2.1)."""
     hidden = dims["hidden"]
     heads = dims["heads"]
     kv_rank = dims["kv_rank"]

@@ -1,8 +1,9 @@
 """Guesses a setting that nanotron's sweep does not print: whether tensor ranks split activations by sequence.
 
-Memory shows that both occur: from tensor 8 on it is near one of two values that differ by 1.5 elements per token, layer and hidden element.
-Time differs too: in runs that split, each step of a ring takes 0.3 ms, and pipelines across many nodes stall. The rule below is right for
-about 85% of the runs where memory shows the setting (docs/design/cost-model.md).
+The measured memory shows that both values occur: with 8 or more tensor ranks, it is near one of two values that differ
+by 1.5 elements per token, layer and hidden element. Times differ too: in runs that split, each step of a ring takes 0.3
+ms, and pipelines across many nodes stall. The rule below is right for about 85% of the runs in which the memory shows
+the setting (docs/design/cost-model.md).
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ UNSPLIT_CONSTANTS = MemoryConstants(
     base=0.25,
     base_rank=0.0,
 )
-"""Memory constants of a run with whole activations: bf16 weights, fp32 gradients and states, 16-bit activations."""
+"""Memory constants of a run whose activations are not split: bf16 weights, fp32 gradients and states, 16-bit
+activations.
+"""
 FAILING_SHARE = 0.88
-"""Share of a device's memory above which the sweep's runs failed."""
+"""Runs of the sweep failed if they needed more than this share of a device's memory."""
 
 
 def splits_sequence(shape: Shape, machine: Machine, layout: Layouts) -> bool:
-    """Whether a run of the sweep split activations by sequence: runs too large without the split, most large pipelines."""
+    """Return whether a run of the sweep split activations by sequence.
+
+    It did if it would be too large otherwise. Most large pipelines split too.
+    """
     unsplit_bytes = float(sum(footprint(shape, layout, UNSPLIT_CONSTANTS).values()))
     if layout.tensor > 1 and unsplit_bytes > FAILING_SHARE * machine.memory:
         return True

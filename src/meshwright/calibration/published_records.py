@@ -1,6 +1,7 @@
 """Reads a record of a table of published runs as inputs of the cost model, and lists the defaults that it assumes.
 
-Columns and units: docs/design/cost-model.md, "Tables of runs". Measured columns are read for comparison only; nothing here depends on them.
+Columns and units: docs/design/cost-model.md, "Tables of runs". Measured columns are read only to compare them with
+predictions; nothing else here depends on them.
 """
 
 from __future__ import annotations
@@ -25,41 +26,51 @@ from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layo
 from meshwright.workload.model_shape import Shape
 
 Record = Mapping[str, str]
+"""A row of a table: column → cell."""
 PLAN_COLUMNS = ("gpu", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch", "seq", "layers", "hidden")
+"""Columns that a record needs to state its plan and model completely."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedCase:
-    """A run as inputs of the cost model."""
+    """A published run as inputs of the cost model."""
 
     shape: Shape
     machine: Machine
     layout: Layouts
     generation: str
+    """GPU generation of its devices, as in constants.yaml."""
     stack: str
+    """Set of constants of its software, as in constants.yaml."""
     may_recompute: bool = False
-    """Whether the record does not state recomputation, and its software could recompute."""
+    """Whether the record does not state recomputation, and its software could have used it."""
     first_stage: bool = False
     """Whether its software prints the memory of the first pipeline stage."""
     release: float = 0.0
-    """Release date of the software in years after the start of 2025; 0 when not known."""
+    """Release date of its software in years after the start of 2025; 0 if it is not known."""
 
 
 @dataclass(frozen=True)
 class RecordReading:
-    """The result of reading a record: its case or the reason why it cannot be priced, and the assumed defaults."""
+    """The result of reading a record."""
 
     case: PublishedCase | None
+    """The inputs of the cost model; None if the record cannot be predicted."""
     assumed: tuple[str, ...]
+    """The assumed defaults, one text each."""
     reason: str | None
+    """Why the record cannot be predicted; None if it can."""
 
 
 class _CannotBePriced(Exception):
-    """A record cannot be priced; the message says why."""
+    """A record cannot be predicted; the message says why."""
 
 
 def read_record(record: Record) -> RecordReading:
-    """Read `record`. Never raises: where it cannot be priced, the result has the reason."""
+    """Return the reading of `record`.
+
+    It never raises: if the record cannot be predicted, the reading has the reason.
+    """
     assumptions: list[str] = []
     try:
         return RecordReading(_case(record, assumptions), tuple(assumptions), None)
@@ -68,7 +79,10 @@ def read_record(record: Record) -> RecordReading:
 
 
 def measured_seconds(record: Record) -> float | None:
-    """The run's step time in seconds: as given, or from tokens per second, or from FLOP/s if the source defines them."""
+    """Return the run's measured step time in seconds; None if the record has none.
+
+    It is stated directly, or follows from tokens per second, or from FLOP/s if the source says how FLOPs are counted.
+    """
     seconds = number_or_none(record, "iter_time_s")
     if seconds:
         return seconds
@@ -79,9 +93,9 @@ def measured_seconds(record: Record) -> float | None:
 
 
 def _seconds_from_flops(record: Record, tokens: float, seq: float) -> float | None:
-    """Seconds of a step from its FLOP/s; None unless the source states its convention.
+    """Return the seconds of a step from its FLOP/s; None unless the source states how it counts FLOPs.
 
-    The convention: 6 FLOPs per parameter and token, and all attention scores.
+    It must count 6 FLOPs per parameter and token, and all attention scores.
     """
     if not any(convention.attention_counted_in_full for convention in applicable_conventions(record)):
         return None
@@ -93,7 +107,7 @@ def _seconds_from_flops(record: Record, tokens: float, seq: float) -> float | No
 
 
 def number_or_none(record: Record, key: str) -> float | None:
-    """The number in a column; None when the cell is empty or no number."""
+    """Return the number in a column; None if the cell is empty or has no number."""
     try:
         return _number(record, key)
     except _CannotBePriced:
@@ -101,16 +115,21 @@ def number_or_none(record: Record, key: str) -> float | None:
 
 
 def fully_specified(record: Record) -> bool:
-    """Whether the record or its source states plan, model size and step time."""
+    """Return whether the record or its source states plan, model size and step time."""
     cells, _ = with_conventions(record)
     return all(cells.get(key) for key in PLAN_COLUMNS) and measured_seconds(record) is not None
 
 
 def failed(record: Record) -> bool:
+    """Return whether the run failed."""
     return "FAILED" in (record.get("note") or "")
 
 
 def _case(record: Record, assumed: list[str]) -> PublishedCase:
+    """Return the inputs of the cost model for `record`, and add the assumed defaults to `assumed`.
+
+    Raises _CannotBePriced.
+    """
     conventions = applicable_conventions(record)
     if refusal := next((convention.because for convention in conventions if convention.refused), None):
         raise _CannotBePriced(refusal)
@@ -145,7 +164,7 @@ def _case(record: Record, assumed: list[str]) -> PublishedCase:
 
 
 def _software(record: Record, conventions: tuple[Convention, ...]) -> tuple[TrainingSoftware, str]:
-    """The software of the record, and its set of constants: as stated, else as the source implies."""
+    """Return the software of the record and the name of its constants: as stated, or else as the source implies."""
     if stated := (record.get("software") or "").strip():
         try:
             software = software_named(stated)
@@ -161,9 +180,10 @@ def _software(record: Record, conventions: tuple[Convention, ...]) -> tuple[Trai
 def _release_year(
     record: Record, conventions: tuple[Convention, ...], software: TrainingSoftware, assumed: list[str]
 ) -> float:
-    """`release_of` the record; where it names no release, that of the source's convention, else that of a stated software.
+    """Return the release date of the record's software in years after the start of 2025.
 
-    Years after the start of 2025, which is assumed where neither is stated.
+    The first of these counts: a release that the record names; the release of the source's convention; the date of a
+    software that the record states. If there is none, it is the start of 2025.
     """
     named = release_of(record.get("source") or "", record.get("note") or "")
     stated = next((convention.release for convention in conventions if convention.release), 0.0)
@@ -175,11 +195,14 @@ def _release_year(
 
 
 _MLPERF_ROUNDS = {"3.0": 2023.4, "3.1": 2023.8, "4.0": 2024.4, "4.1": 2024.8, "5.0": 2025.4, "5.1": 2025.8}
-"""MLPerf training rounds and when they were submitted."""
+"""MLPerf training round → date of its submissions."""
 
 
 def release_of(source: str, note: str) -> float:
-    """Release date of the software that a record names, in years after the start of 2025; 0 when it names none."""
+    """Return the release date of the software that a record names, in years after the start of 2025.
+
+    The result is 0 if it names none.
+    """
     mlperf = re.search(r"training_results_v(\d\.\d)", source)
     if mlperf:
         return _MLPERF_ROUNDS.get(mlperf.group(1), 2025.0) - 2025.0
@@ -196,6 +219,7 @@ LARGEST_SIZE = 1e15
 
 
 def _number(record: Record, key: str) -> float | None:
+    """Return the number in a column; None if it is empty or not finite. Raises _CannotBePriced if it is no number."""
     text = (record.get(key) or "").strip()
     if not text:
         return None
@@ -207,7 +231,10 @@ def _number(record: Record, key: str) -> float | None:
 
 
 def _size(record: Record, key: str) -> float | None:
-    """A count or a width; None when it is empty or 0. Impossible values are rejected before they are multiplied."""
+    """Return a count or a width; None if it is empty or 0.
+
+    Impossible values are rejected here, before they are multiplied.
+    """
     value = _number(record, key)
     if value and not 1 <= value <= LARGEST_SIZE:
         raise _CannotBePriced(f"{key} is {value:g}, not between 1 and {LARGEST_SIZE:g}")
@@ -215,6 +242,7 @@ def _size(record: Record, key: str) -> float | None:
 
 
 def _required_size(record: Record, key: str) -> float:
+    """Return a count or a width. Raises _CannotBePriced if it is not given."""
     value = _size(record, key)
     if value is None:
         raise _CannotBePriced(f"{key} is not given")
@@ -222,6 +250,7 @@ def _required_size(record: Record, key: str) -> float:
 
 
 def _size_or_default(record: Record, key: str, default: float, assumed: list[str]) -> float:
+    """Return a count or a width; if it is not given, return `default` and add that to `assumed`."""
     value = _size(record, key)
     if value is not None:
         return value
@@ -230,6 +259,7 @@ def _size_or_default(record: Record, key: str, default: float, assumed: list[str
 
 
 def _chip(record: Record, assumed: list[str]) -> Chip:
+    """Return the chip of a record; the spelling of its name may vary."""
     gpu = record.get("gpu") or ""
     simplified = re.sub(r"[^A-Z0-9]", "", gpu.upper())
     if not simplified:
@@ -249,6 +279,7 @@ def _chip(record: Record, assumed: list[str]) -> Chip:
 
 
 def _shape(record: Record, assumed: list[str]) -> Shape:
+    """Return the shape of a record's model: sizes from its columns, then from the table of families, then by default."""
     name = record.get("model") or ""
     family_dims = dimensions_by_name(name)
     dims = dict(family_dims)
@@ -301,12 +332,14 @@ def _shape(record: Record, assumed: list[str]) -> Shape:
 
 
 def _set_default(dims: dict[str, float], key: str, default: float, assumed: list[str]) -> None:
+    """Set a dimension that is missing, and add it to `assumed`."""
     if key not in dims:
         dims[key] = default
         assumed.append(f"{key} {default:g}")
 
 
 def _layout(record: Record, software: TrainingSoftware, chip: Chip, assumed: list[str]) -> Layouts:
+    """Return the layout of a record, without its experts."""
     ranks = _required_size(record, "gpus")
     tensor = _required_size(record, "tp")
     pipeline = _required_size(record, "pp")
@@ -343,7 +376,7 @@ def _layout(record: Record, software: TrainingSoftware, chip: Chip, assumed: lis
 
 
 def _switch(record: Record, key: str) -> float | None:
-    """1 for yes, 0 for no, None for a blank cell."""
+    """Return 1 for yes, 0 for no, and None for a blank cell."""
     text = (record.get(key) or "").strip().lower()
     if not text:
         return None
@@ -355,9 +388,10 @@ def _switch(record: Record, key: str) -> float | None:
 
 
 _HOPPER_ATTENTION = {"cudnn": 0.63, "te": 0.63, "flash3": 0.63, "flash2": 0.36, "sdpa": 0.36}
-"""Share of an H200's bf16 peak that a kernel of causal attention reaches with infinitely wide heads (`costs.compute.SMALL_HEAD`).
+"""Share of an H200's bf16 peak that a kernel of causal attention reaches, if heads were infinitely wide
+(`costs.compute.SMALL_HEAD`).
 
-500 and 282 TFLOP/s of forward and backward together, heads of 128, 8,192 tokens (docs/results.md).
+Measured: 500 and 282 TFLOP/s for forward and backward together, with heads of 128 and 8,192 tokens (docs/results.md).
 """
 _KERNEL_WORDS = (
     ("unfused", "unfused|eager|math|none"),
@@ -368,10 +402,15 @@ _KERNEL_WORDS = (
     ("sdpa", "sdpa"),
     ("fused", "fused"),
 )
+"""(name of a kernel, regular expression for the cell); specific ones come first."""
 
 
 def _attention_kernel(record: Record, chip: Chip, assumed: list[str]) -> tuple[float, float]:
-    """(share of the peak that the stated kernel of attention reaches, 0 where it is not known; 1 if scores are kept in memory)."""
+    """Return what the record says about its attention kernel.
+
+    The first number is the share of the peak that the kernel reaches, 0 if it is not known. The second is 1 if the
+    scores are stored in memory (unfused attention).
+    """
     text = (record.get("attention") or "").strip().lower()
     if not text:
         return 0.0, 0.0
@@ -388,7 +427,9 @@ def _attention_kernel(record: Record, chip: Chip, assumed: list[str]) -> tuple[f
 
 
 def _recipe_experts(model_shape: Shape, machine: Machine, layout: Layouts) -> float:
-    """The most expert ranks inside a fast domain that divide the experts and the ranks of a pipeline stage."""
+    """Return the largest number of expert ranks inside a fast domain that divides both the experts and the ranks of a
+    pipeline stage.
+    """
     ranks = int(layout.tensor * layout.context * layout.data)
     experts = int(model_shape.experts)
     limit = int(min(machine.domain, ranks, experts))
@@ -396,13 +437,16 @@ def _recipe_experts(model_shape: Shape, machine: Machine, layout: Layouts) -> fl
 
 
 _SWITCHES = {"one_copy": "one_copy", "overlap": "exchange_overlaps", "layer_graphs": "layer_graphs", "eager": "eager"}
-"""Column → the field of `Layouts` that it switches."""
+"""Column → the field of `Layouts` that it sets."""
 
 
 def _with_experts(
     record: Record, model_shape: Shape, layout: Layouts, software: TrainingSoftware, assumed: list[str]
 ) -> Layouts:
-    """`layout` with the fields that row, source or software state; checks expert ranks against the model and the ranks of a stage."""
+    """Return `layout` with the fields that the record, its source or its software states.
+
+    Raises _CannotBePriced if the expert ranks do not fit the model or the ranks of a stage.
+    """
     stated = {**software.layout, **stated_layout_fields(record)}
     stated |= {key: value for column, key in _SWITCHES.items() if (value := _switch(record, column)) is not None}
     if balance := (record.get("balance") or "").strip().lower():
@@ -426,6 +470,7 @@ def _with_experts(
 
 
 def _balance(record: Record) -> float:
+    """Return the tokens of the busiest expert rank relative to the mean."""
     value = number_or_none(record, "balance")
     if value is None or not 1 <= value <= LARGEST_SIZE:
         raise _CannotBePriced(
@@ -437,7 +482,9 @@ def _balance(record: Record) -> float:
 def _sharding(
     text: str, software: TrainingSoftware, data: float, context: float, assumed: list[str]
 ) -> tuple[float, float, float, float]:
-    """(ZeRO stage, shards, weights kept after forward, optimizer offloaded) from a phrase such as "fsdp2 64"."""
+    """Return what a text such as "fsdp2 64" says about sharding: (ZeRO stage, shard ranks, 1 if weights stay gathered,
+    1 if offloaded).
+    """
     stated_text = text.lower()
     if not stated_text:
         stage = 1.0 if software.shards_optimizer else 0.0
@@ -459,7 +506,9 @@ CHEAP_MODULES = {"norm", "layernorm", "act", "moe_act", "mla_up_proj", "shared_e
 
 
 def _recompute(text: str, assumed: list[str]) -> float:
-    """The recompute mode from a phrase such as "full", "selective" or "selective (norm, act)", with Megatron-Core's modules."""
+    """Return the recompute mode of a text such as "full", "selective" or "selective (norm, act)", with modules of
+    Megatron-Core.
+    """
     if not text:
         assumed.append("recompute none")
     if text.startswith("full"):
@@ -477,6 +526,7 @@ def _recompute(text: str, assumed: list[str]) -> float:
 
 
 def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) -> Machine:
+    """Return the rates of the devices and the network of a record."""
     per_node = _size_or_default(record, "gpus_per_node", chip.per_node, assumed)
     domain = max(per_node, chip.domain)
     number_format, low = _matmul_format(record, chip, assumed)
@@ -506,7 +556,10 @@ def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) ->
 
 
 def _matmul_format(record: Record, chip: Chip, assumed: list[str]) -> tuple[str, float]:
-    """(dtype in the chip table, its `Machine.matmul_format`); without a dtype, MLPerf records use the chip's narrowest."""
+    """Return (the number format in the chip table, its `Machine.matmul_format`).
+
+    An MLPerf record without a format has the narrowest format of its chip.
+    """
     dtype_text = (record.get("dtype") or "").lower()
     if not dtype_text:
         narrow_dtypes = ("nvfp4", "fp8") if "mlcommons" in (record.get("source") or "") else ()
@@ -535,11 +588,17 @@ _PORTS = (
     (r"([\d.]+) ?x ?(?:HDR|NDR|XDR|EDR)([\d.]+)", lambda ports, rate, gpus: ports * rate * 1e9 / 8 / gpus),
     (r"([\d.]+) ?x [^;]*?([\d.]+) ?Gb/s", lambda ports, rate, gpus: ports * rate * 1e9 / 8 / gpus),
 )
-"""Patterns of a node's ports: their number and the rate of each. The function gives bytes/s per GPU of the node."""
+"""Regular expressions for the ports of a node: their number and the rate of each.
+
+The function returns bytes/s per GPU of the node.
+"""
 
 
 def port_bandwidth(text: str, per_node: float) -> float | None:
-    """Network bytes/s per GPU from a phrase such as "8x HDR200 InfiniBand"; None when it states no rate."""
+    """Return the network bytes/s per GPU from a text such as "8x HDR200 InfiniBand"; None if it states no rate.
+
+    `per_node` is the number of GPUs of a node.
+    """
     compute_network = text.split("Compute:")[-1]
     compute_network = re.sub(r"\d+x (Ethernet|NVIDIA BlueField)[^;]*;", "", compute_network)
     per_gpu = re.search(r"([\d.]+) ?Gb/s per GPU", compute_network)

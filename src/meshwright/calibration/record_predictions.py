@@ -1,4 +1,6 @@
-"""Predicts records of a table of runs: seconds with an 80% band, memory, whether it fits, and the assumed defaults."""
+"""Predicts the records of a table of runs: seconds with an 80% band, memory, whether the run fits, and the defaults
+that were assumed.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,36 @@ from meshwright.workload.model_shape import Shape
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for a record; figures are None when the record cannot be priced, and `reason` says why."""
+    """The prediction for a record. If it cannot be predicted, `reason` says why and the values are None."""
 
     seconds: float | None
+    """Seconds of a step."""
     low: float | None
+    """Lower end of the 80% band of `seconds`."""
     high: float | None
+    """Upper end of the band."""
     memory_gib: float | None
+    """Memory of the rank whose memory the run's software prints."""
     fullest_rank_memory: dict[str, float] | None
+    """The same memory in GiB, by category."""
     exposed: dict[str, float] | None
+    """Seconds of exposed communication by axis."""
     fits: bool | None
+    """Whether the fullest rank fits into the device's memory."""
     assumed: tuple[str, ...]
+    """The assumed defaults, one sentence each."""
     reason: str | None
     run_class: str | None = None
-    """Name of the class whose band `low` and `high` are (`costs.bands`)."""
+    """Name of the class of runs whose band is used (`costs.bands`)."""
 
 
 def predict_records(
     records: Sequence[Mapping[str, str]], constants_given: dict[str, Any] | None = None
 ) -> list[Prediction]:
-    """A prediction for each record, in order. `constants_given` replaces constants.yaml."""
+    """Return a prediction for each record, in the same order.
+
+    `constants_given` replaces the content of constants.yaml.
+    """
     readings = [read_record(record) for record in records]
     cases = [reading.case for reading in readings if reading.case is not None]
     figures = iter(_price(cases, constants_given) if cases else [])
@@ -47,7 +60,7 @@ def predict_records(
 
 
 def price(cases: Sequence[PublishedCase], constants_given: dict[str, Any] | None = None) -> StepCost:
-    """Step costs of all cases, as arrays."""
+    """Return the costs of a step of all cases; each field is an array of shape (cases,)."""
     shape: Shape = side_by_side([case.shape for case in cases])
     machine: Machine = side_by_side([case.machine for case in cases])
     layout: Layouts = side_by_side([case.layout for case in cases])
@@ -60,7 +73,11 @@ def price(cases: Sequence[PublishedCase], constants_given: dict[str, Any] | None
 def memory(
     cases: Sequence[PublishedCase], constants_given: dict[str, Any] | None = None, *, as_printed: bool
 ) -> dict[str, np.ndarray]:
-    """Bytes by category of all cases: of the fullest stage, or of the stage whose memory each case's software prints."""
+    """Return the bytes of all cases by category, in arrays of shape (cases,).
+
+    They are the bytes of the fullest pipeline stage. With `as_printed`, they are those of the stage whose memory the
+    case's software prints.
+    """
     shape: Shape = side_by_side([case.shape for case in cases])
     layout: Layouts = side_by_side([case.layout for case in cases])
     first = np.array([float(as_printed and case.first_stage) for case in cases])
@@ -73,7 +90,7 @@ def memory(
 
 
 def class_of(case: PublishedCase, values: Mapping[str, Any] | None = None) -> RunClass:
-    """The class of a run under a table of constants."""
+    """Return the class of runs to which a case belongs, under the table of constants `values`."""
     values = values or table()
     return RunClass(
         several_hosts=bool(case.layout.ranks > case.machine.per_node),
@@ -84,6 +101,7 @@ def class_of(case: PublishedCase, values: Mapping[str, Any] | None = None) -> Ru
 
 
 def _price(cases: Sequence[PublishedCase], constants_given: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the predicted values of each case, by the field of `Prediction`."""
     cost = price(cases, constants_given)
     by_category = memory(cases, constants_given, as_printed=True)
     least_bytes = _least_memory(cases, constants_given)
@@ -110,7 +128,10 @@ def _price(cases: Sequence[PublishedCase], constants_given: dict[str, Any] | Non
 
 
 def _least_memory(cases: Sequence[PublishedCase], constants_given: dict[str, Any] | None) -> np.ndarray:
-    """Bytes of each case's fullest stage; where recomputation is not stated, the lesser of none and full recompute."""
+    """Return the bytes of each case's fullest stage.
+
+    If a record does not state recomputation, full recomputation counts if it needs less.
+    """
     recomputed = [
         replace(case, layout=replace(case.layout, recompute=FULL)) if case.may_recompute else case for case in cases
     ]
@@ -121,6 +142,7 @@ def _least_memory(cases: Sequence[PublishedCase], constants_given: dict[str, Any
 
 
 def _prediction(reading: RecordReading, figures: dict[str, Any] | None) -> Prediction:
+    """Return the prediction for a reading; `figures` are its predicted values, None if it cannot be predicted."""
     if figures is None:
         return Prediction(None, None, None, None, None, None, None, reading.assumed, reading.reason)
     return Prediction(**figures, assumed=reading.assumed, reason=reading.reason)

@@ -1,7 +1,7 @@
-"""Conventions of published sources: values for blank cells of their tables, and the meaning of their words.
+"""Conventions of published sources: what a blank cell of their tables means, and what their words mean.
 
-Each convention quotes the text that it follows; the values that it fills in are printed with that text under `assumed`. The source's text
-decides, not the accuracy of the prediction.
+Each convention quotes the text on which it is based. Predictions list the values that it fills in, with that text,
+under `assumed`. Conventions follow the source's text; they are not chosen to make predictions accurate.
 """
 
 from __future__ import annotations
@@ -11,48 +11,56 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Record = Mapping[str, str]
+"""A row of a table: column → cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Convention:
-    """A convention for the records of one source, or for those whose columns match `only`."""
+    """A convention for the records of one source, or only for those whose columns match `only`."""
 
     source: str
-    """Pattern of the source's name, in lower case."""
+    """Regular expression for the name of the source, in lower case."""
     because: str
-    """The text that states it."""
+    """The text of the source on which the convention is based."""
     only: Mapping[str, str] = field(default_factory=dict)
-    """Column → pattern that its cell must match."""
+    """Column → regular expression that its cell must match."""
     blanks: Mapping[str, str] = field(default_factory=dict)
     """Column → value of a blank cell."""
     read_as: Mapping[str, str] = field(default_factory=dict)
-    """Column → value that replaces the source's word."""
+    """Column → value that replaces the value of the cell."""
     layout: Mapping[str, float] = field(default_factory=dict)
-    """Fields of `workload.layouts.Layouts` that no column has."""
+    """Values of fields of `workload.layouts.Layouts` for which there is no column."""
     stack: str = ""
-    """The software stack, where it differs from the one that the source's name implies."""
+    """The training software, if it is not the one that the name of the source implies."""
     release: float = 0.0
-    """Year of the software, for records that name no release."""
+    """Year of the software, for records that do not name a release."""
     refused: bool = False
-    """Whether such records cannot be priced."""
+    """Whether such records cannot be predicted."""
     attention_counted_in_full: bool = False
-    """Whether the source counts 6 FLOPs per parameter and token and full attention (Chowdhery et al. 2022, appendix B)."""
+    """Whether FLOP/s of the source count 6 FLOPs per parameter and token, and all attention scores, not only the causal
+    half.
+
+    See Chowdhery et al. 2022, appendix B.
+    """
 
     def applies_to(self, record: Record) -> bool:
-        """Whether the convention holds for `record`."""
+        """Return whether the convention holds for `record`."""
         if not re.search(self.source, (record.get("source") or "").lower()):
             return False
         return all(re.search(pattern, record.get(column) or "", re.IGNORECASE) for column, pattern in self.only.items())
 
 
 def _recipe(model: str, gpu: str, containers: str, because: str, **layout: float) -> Convention:
-    """A convention from Megatron-Bridge's performance recipes of a model on a device, for containers that match `containers`."""
+    """Return a convention from Megatron-Bridge's performance recipes of a model on a device.
+
+    `containers` is a regular expression.
+    """
     only = {"model": model, "gpu": gpu, "note": f"container ({containers})"}
     return Convention(source="megatron-bridge", only=only, layout=layout, because=because)
 
 
 def _whole_graph(model: str, gpu: str, pull_request: int) -> Convention:
-    """A convention for recipes whose step is one CUDA graph, from container 26.06 on."""
+    """Return a convention for recipes in which a whole step is one CUDA graph, from container 26.06 on."""
     return Convention(
         source="megatron-bridge",
         only={"model": model, "gpu": gpu, "note": r"container 26\.0[6-9]", "dtype": "mxfp8"},
@@ -222,16 +230,16 @@ CONVENTIONS = (
         because="commands have --moe-router-force-load-balancing (best_practice/qwen3: readme.md, run_h100_235b.sh)",
     ),
 )
-"""Conventions in the order in which they are applied."""
+"""All conventions, in the order in which they are applied."""
 
 
 def applicable_conventions(record: Record) -> tuple[Convention, ...]:
-    """The conventions that hold for `record`."""
+    """Return the conventions that hold for `record`."""
     return tuple(convention for convention in CONVENTIONS if convention.applies_to(record))
 
 
 def with_conventions(record: Record) -> tuple[dict[str, str], tuple[str, ...]]:
-    """`record` with its source's conventions applied, and the changes, each with its reason."""
+    """Return the cells of `record` after its source's conventions, and a sentence for each change with its reason."""
     cells = dict(record)
     changes = []
     for convention in applicable_conventions(record):
@@ -248,5 +256,7 @@ def with_conventions(record: Record) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def stated_layout_fields(record: Record) -> dict[str, float]:
-    """Fields of `workload.layouts.Layouts` that the source of `record` states and no column has."""
+    """Return the fields of `workload.layouts.Layouts` that the source of `record` states and for which there is no
+    column.
+    """
     return {key: value for convention in applicable_conventions(record) for key, value in convention.layout.items()}

@@ -1,1 +1,1 @@
-"""Fault injection: runs a short training job, disturbs it from outside, and checks the system's promises."""
+"""Fault injection: runs a short training job, disturbs it from outside, and checks what the project promises."""

@@ -1,4 +1,4 @@
-"""A control group whose memory another program exhausts, so that the kernel's out-of-memory killer ends a rank."""
+"""A control group whose memory another program uses up, so that the kernel's out-of-memory killer ends a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 SPARE_BYTES = 64 << 20
-"""Memory that the limit leaves to the program which then takes more."""
+"""Bytes that the limit leaves free for the program that then uses too much."""
 HOG = f"""
 import os, sys, time
 open("/proc/self/oom_score_adj", "w").write("999")
@@ -22,9 +22,11 @@ for at in range(0, len(data), 4096):
     data[at] = 1
 time.sleep(60)
 """
-"""A program that enters a group and takes twice as much as its limit leaves, less than a rank has.
+"""A program that enters a control group and uses twice the memory that its limit leaves free, but less than a rank
+uses.
 
-Until the memory of a killed process is free the kernel may kill another one: after the victim, with a score of 1000, that is this program.
+Until the memory of a killed process is free, the kernel may kill a second process. The victim has the highest score,
+1000; this program has the next one, so it would be that second process.
 """
 
 
@@ -37,7 +39,9 @@ def memory_group_obstacle() -> str | None:
 
 
 def _parent() -> Path | None:
-    """The folder in which groups with a memory controller are created: version 1, else version 2."""
+    """Return the folder in which groups with a memory controller can be created, for cgroup version 1 or else 2; None
+    without one.
+    """
     first = ROOT / "memory"
     if (first / "memory.limit_in_bytes").exists():
         return first
@@ -46,7 +50,7 @@ def _parent() -> Path | None:
 
 
 class MemoryGroup:
-    """A memory control group for a job."""
+    """A control group that limits the memory of a job."""
 
     def __init__(self) -> None:
         parent = _parent()
@@ -59,17 +63,20 @@ class MemoryGroup:
         self._hog: subprocess.Popen[bytes] | None = None
 
     def add(self, pid: int) -> None:
-        """Move a process that has just started into the group; its children follow."""
+        """Move a process that has just started into the group. Its later children will belong to the group too."""
         (self._folder / "cgroup.procs").write_text(str(pid))
 
     def exhaust(self, victim: int) -> None:
-        """Limit the group to a little more than it uses, and start a program in it that takes more; the kernel kills `victim`."""
+        """Let the kernel kill the process `victim` of the group.
+
+        The limit is set to a little more than the group uses now. Then a program in the group uses more than that.
+        """
         Path(f"/proc/{victim}/oom_score_adj").write_text("1000", encoding="ascii")
         self._limit.write_text(str(int(self._usage.read_text()) + SPARE_BYTES))
         self._hog = subprocess.Popen([sys.executable, "-c", HOG, str(self._folder / "cgroup.procs")])
 
     def release(self) -> None:
-        """End the other program and lift the limit."""
+        """End the program that uses the memory, and remove the limit."""
         if self._hog is not None:
             self._hog.kill()
             self._hog.wait()
@@ -77,7 +84,7 @@ class MemoryGroup:
             self._limit.write_text("max" if self._limit.name == "memory.max" else "-1")
 
     def close(self) -> None:
-        """Remove the group, whose processes have ended."""
+        """Remove the group. Its processes must have ended."""
         self.release()
         for _ in range(50):
             with suppress(OSError):

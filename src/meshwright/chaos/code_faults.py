@@ -1,7 +1,8 @@
-"""Disturbances from inside the processes: values of a step, a bit of a weight, matmuls of the self-test, the clock.
+"""Faults inside processes: wrong values in a step, a flipped bit of a weight, wrong matmuls in the self-test, a wrong
+clock.
 
-Nothing outside a process can change these at a chosen step. A file `sitecustomize.py`, which Python reads at its start,
-is put before the module path of the job; the product has no code for it.
+Nothing outside of a process could cause these at a chosen step. Therefore the job's module path begins with a folder
+that has a file `sitecustomize.py`, which Python runs when it starts. The product itself has no code for these faults.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from meshwright.chaos.scenario import Scenario, Stage
 from meshwright.spec.rank_environment import ATTEMPT_VARIABLE, HOST_VARIABLE
 
 VARIABLE = "MESHWRIGHT_CHAOS_CODE"
-"""Environment variable with the faults that the injected code causes, separated by semicolons.
+"""Environment variable that tells the injected code which faults to cause, separated by semicolons.
 
-`FAULT:RANK:STEP` or `FAULT:RANK:STEP:ATTEMPTS` disturbs a rank in a step, once in each of the first ATTEMPTS attempts (by default
-the first only): `nan`, `spike` or `bit` a weight, `gradient` a reduced gradient, which becomes NaN; `crash` kills the rank. The
-other forms are `clock:FILE`, and `matmul:FILE` for the matmuls of the self-test on a host that the file names.
+`FAULT:RANK:STEP` or `FAULT:RANK:STEP:ATTEMPTS` disturbs a rank in one step, once in each of the first ATTEMPTS attempts
+(by default only in the first attempt):
+
+- `nan`, `spike` and `bit` change a weight: to NaN, to a huge value, by one bit
+- `gradient` sets a reduced gradient to NaN
+- `crash` kills the rank
+
+Two other forms are `clock:FILE`, which changes the wall clock by the seconds in the file, and `matmul:FILE`, which
+makes the matmuls of the self-test wrong on the host that the file names.
 """
 JUMP_SECONDS = 86400
-"""Offset of the wall clock from the real time: first a day ahead, then a day behind."""
+"""Seconds by which the wall clock is wrong: first one day ahead, then one day behind."""
 CODE = f'''
 import importlib.abc, importlib.machinery, os, signal, sys, time
 
@@ -122,7 +129,7 @@ else:
 
 
 def with_code(folder: Path, faults: str) -> dict[str, str]:
-    """Environment variables of a job whose processes run the injected code, which is written below `folder`."""
+    """Write the injected code below `folder`. Return environment variables with which a job's processes run it."""
     folder = folder / "code"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(CODE, encoding="utf-8")
@@ -131,7 +138,7 @@ def with_code(folder: Path, faults: str) -> dict[str, str]:
 
 
 def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
-    """Play: disturb the values of a step on the last rank; a line with `printed` has to report it."""
+    """Return a play that disturbs the values of a step on the last rank. The job must print a line with `printed`."""
 
     def play(stage: Stage) -> None:
         step = middle(stage)
@@ -147,7 +154,7 @@ def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
 
 
 def make_host_wrong(stage: Stage) -> None:
-    """Let the matmuls of a training host be wrong, and let its rank end as by an error of the processor."""
+    """Make the matmuls of a training host wrong, and end its rank with SIGBUS, as a defective processor would."""
     file = stage.folder / "wrong-host"
     job = stage.start(with_code(stage.folder, f"matmul:{file}"))
     job.until_step(middle(stage))
@@ -164,7 +171,7 @@ def make_host_wrong(stage: Stage) -> None:
 
 
 def jump_clock(stage: Stage) -> None:
-    """Set the wall clock of all processes of the job a day ahead, then a day behind the real time."""
+    """Set the wall clock of all processes of the job a day ahead of the real time, then a day behind it."""
     file = Path(stage.folder / "clock")
     job = stage.start(with_code(stage.folder, f"clock:{file}"))
     job.until_step(middle(stage))

@@ -1,4 +1,4 @@
-"""Defects of GPUs that a fake NVML reports on one of two training hosts; a spare one waits."""
+"""Defects of GPUs, reported by a fake NVML on one of two training hosts. A spare host waits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshwright.chaos.scenario import Scenario, Stage
 from meshwright.durable.writes import write_durable
 
 FOLDER = Path(__file__).parent / "nvml"
-"""Folder of the fake package."""
+"""Folder that has the fake package `pynvml`."""
 HEALTH_SECONDS = 10.0
-"""Most seconds from a defect of a GPU to the decision about its host."""
+"""Most seconds between a GPU's defect and the decision about its host."""
 
 
 def fake_gpus(stage: Stage) -> dict[str, str]:
-    """Environment variables of a job on whose hosts the fake NVML shows one healthy GPU each."""
+    """Return environment variables of a job with which the fake NVML shows one healthy GPU on each host."""
     for host in range(3):
         _describe(stage, host)
     path = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
@@ -28,13 +28,16 @@ def fake_gpus(stage: Stage) -> dict[str, str]:
 
 
 def _describe(stage: Stage, host: int, *xids: int) -> None:
-    """Let the GPU of a host be healthy, and report `xids`."""
+    """Let a host have one healthy GPU, which reports `xids`."""
     file = stage.folder / f"nvml-{host_name(host)}.json"
     write_durable(file, json.dumps({"gpus": [{}], "events": [[0, xid] for xid in xids]}))
 
 
 def report_xid(xid: int, printed: str, *, fails: bool) -> Callable[[Stage], None]:
-    """Play: let a GPU of a training host report an XID; a line with `printed` has to say what follows."""
+    """Return a play in which a GPU of a training host reports an XID. The job must print that the host `printed`.
+
+    `fails`: whether the attempt fails; otherwise the host is replaced between two steps.
+    """
 
     def play(stage: Stage) -> None:
         job = stage.start(fake_gpus(stage))

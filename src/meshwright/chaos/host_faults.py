@@ -1,4 +1,4 @@
-"""Disturbances of hosts, agents, the coordinator and the links between hosts. Two hosts train; a spare one may wait."""
+"""Faults of hosts, agents, the coordinator and links between hosts. Two hosts train; a spare host may wait."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from meshwright.chaos.processes import children, command, processes_with, send
 from meshwright.chaos.scenario import Scenario, Stage
 
 LOST_SECONDS = 10.0
+"""Most seconds between the loss of a host and its detection."""
 REPLACED_SECONDS = 25.0
-"""Most seconds from the loss of a host to its detection, and to the next step."""
+"""Most seconds between the loss of a host and the next step."""
 FAILOVER_SECONDS = 20.0
-"""Most seconds from the loss of the coordinator's host to the next step."""
+"""Most seconds between the loss of the coordinator's host and the next step."""
 HEALED_SECONDS = 5.0
-"""Most seconds from the end of a partition to the next step."""
+"""Most seconds between the end of a network partition and the next step."""
 FLAP_SECONDS = 3.0
+"""Seconds without a link that are too short for the host to count as lost."""
 PARTITION_SECONDS = 20.0
-"""Seconds without a link: too short for a host to be lost, and long enough that it counts as lost."""
+"""Seconds without a link after which the host counts as lost."""
 FLAP_HANG_SECONDS = 10.0
-"""Limit of a hang for the short cut: TCP doubles its waits between retransmissions, so ranks exchange nothing for up to
-6.4 s, which is more than the usual limit on a CPU."""
+"""Limit of a hang, in seconds, in the scenario with a short interruption.
+
+TCP doubles its wait after each retransmission, so ranks may exchange nothing for up to 6.4 s. That is longer than the
+usual limit on a CPU.
+"""
 EXCHANGES = 100
-"""Most exchanges between hosts that follow each other until a restarted run has trained a step."""
+"""Most exchanges between hosts, one after the other, until a restarted run has trained a step."""
 TWO_HOSTS = ("cluster.nodes=2",)
 
 
 def training_host(stage: Stage) -> int:
-    """A host of the running attempt, other than the coordinator's; agents are named HOST/PID."""
+    """Return a host of the running attempt that is not the coordinator's. Agents are named HOST/PID."""
     stage.job.poll()
     members = {int(name.rpartition("/")[2]) for name in stage.job.states[-1][1]["members"]}
     hosts = [host for host, agent in enumerate(stage.job.processes) if host and agent.pid in members]
@@ -39,7 +44,7 @@ def training_host(stage: Stage) -> int:
 
 
 def kill_agent(stage: Stage) -> None:
-    """Kill the agent of the second host, and start it again as a scheduler does."""
+    """Kill the agent of the second host, and start it again as a scheduler would."""
     stage.expect_incident("failure", host=host_name(1))
     agent = stage.job.processes[1]
     ranks = list(stage.job.ranks(1).values())
@@ -52,13 +57,13 @@ def kill_agent(stage: Stage) -> None:
 
 
 def kill_coordinator(stage: Stage) -> None:
-    """Kill the process of the coordinator, whose place another one takes."""
+    """Kill the coordinator's process. Another process becomes coordinator."""
     stage.signal(coordinator_of(stage), signal.SIGKILL)
     stage.job.until_printed("the coordinator answers again", seconds=60)
 
 
 def lose_host(stage: Stage) -> None:
-    """End all processes of a host at once, and cut its link where there is one."""
+    """End all processes of a host at once, and cut its link if it has one."""
     assert stage.hosts is not None
     host = training_host(stage)
     agent = stage.job.processes[host]
@@ -72,11 +77,14 @@ def lose_host(stage: Stage) -> None:
 
 
 def lose_coordinator(stage: Stage) -> None:
-    """Play: end all processes of the coordinator's host at once, which trains, and cut its link where there is one."""
+    """A play that ends all processes of the first host at once; the first host trains and has the coordinator.
+
+    Its link is cut too, if it has one.
+    """
     job = stage.start(hosts=2)
     assert stage.hosts is not None
     job.until(lambda: bool(job.states), "the first attempt")
-    stage.launch(2)  # a spare host, as the others train
+    stage.launch(2)  # the other two hosts train already, so this one is a spare
     job.until_step(middle(stage))
     agent = job.processes[0]
     coordinator = coordinator_of(stage)
@@ -91,14 +99,14 @@ def lose_coordinator(stage: Stage) -> None:
 
 
 def coordinator_of(stage: Stage) -> int:
-    """The process that coordinates the job, on the first host."""
+    """Return the process id of the coordinator, which is on the first host."""
     found = [pid for pid in children(stage.job.processes[0].pid) if "coordinate" in command(pid)]
     stage.require(len(found) == 1, f"there are {len(found)} coordinators")
     return found[0]
 
 
 def lose_host_and_checkpoints(stage: Stage) -> None:
-    """Lose a host, and all checkpoints before the run resumes: only the memory of hosts has its state."""
+    """Lose a host, and remove all checkpoints before the run resumes. Its state is then only in the memory of hosts."""
     lose_host(stage)
     stage.job.until_printed("has not answered", seconds=60)
     for checkpoint in (stage.run / "checkpoints").glob("step-*"):
@@ -107,15 +115,16 @@ def lose_host_and_checkpoints(stage: Stage) -> None:
 
 
 def lose_store(stage: Stage) -> None:
-    """Kill rank 0, which holds the store of the attempt; the ranks of the other host lose it."""
+    """Kill rank 0, whose process holds the store of the attempt. The ranks of the other host lose their store."""
     stage.expect_incident("killed", 0, host_name(0))
     stage.signal(stage.job.ranks(0)[0], signal.SIGKILL)
 
 
 def cut_link(seconds: float | None, *, silently: bool = False) -> Callable[[Stage], None]:
-    """Disturb by cutting a host's link, for some seconds or, with None, until the others have finished.
+    """Return a disturbance that cuts the link of a host for some seconds; with None, until the other hosts have
+    finished.
 
-    `silently` leaves the link up, and the switch drops all that the host sends or gets.
+    `silently`: the link stays up, but the switch drops everything that the host sends or should receive.
     """
 
     def disturb(stage: Stage) -> None:

@@ -1,8 +1,8 @@
-"""Several hosts on one machine; without root, processes on the loopback interface.
+"""Emulates several hosts on one machine. Without root, hosts are only processes on the loopback interface.
 
-Each host has a network namespace with a link to a switch, a hostname, a /dev/shm and an /etc/hosts that names all of them,
-and a /tmp of its own if that is wanted. Links can be slow, late or lossy, be down, or stay up while the switch drops
-everything.
+Each emulated host has a network namespace with a link to a switch, a hostname, a /dev/shm, and an /etc/hosts that names
+all hosts. It can also have a /tmp of its own. Links can be slow, delayed or lossy. They can be down, or stay up while
+the switch drops everything.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from meshwright.spec.job_token import TOKEN_VARIABLE
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 
 INTERFACE = "host0"
-"""Name of every host's network interface."""
+"""Name of the network interface of every host."""
 PORT = 29400
-"""Port of the coordinator in the network that the hosts share."""
+"""TCP port of the coordinator in the network of the hosts."""
 QUEUE = ("burst", "256kb", "latency", "50ms")
-"""Burst and longest queue of a slow link, as tc(8) takes them."""
+"""Size of bursts and longest delay in the queue of a slow link, as arguments of tc(8)."""
 _HOLD = """
 set -e
 name=$1; names=$2; own=$3; shift 3
@@ -40,7 +40,10 @@ fi
 echo ready
 exec cat
 """
-"""Script of the process that keeps a host's namespaces, until its standard input ends. Folders of /tmp may stay shared."""
+"""Script of a process that keeps the namespaces of a host until its standard input ends.
+
+Arguments: the host's name, its /etc/hosts, the folder of its own /tmp or nothing, and folders of /tmp that stay shared.
+"""
 
 
 @cache
@@ -57,18 +60,18 @@ def namespace_obstacle() -> str | None:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of hosts to their switch."""
+    """The links between the hosts and their switch."""
 
     rate: str | None = None
-    """Limit of each direction of each link, e.g. `400mbit`; None for no limit."""
+    """Most bits per second in each direction of each link, for example `400mbit`; None for no limit."""
     seconds: float = 0.0
-    """Time from one host to another."""
+    """Delay from one host to another, in seconds."""
     loss: float = 0.0
-    """Share of the frames that are lost."""
+    """Share of the frames that are lost, 0 to 1."""
 
     @property
     def relayed(self) -> bool:
-        """Whether frames are late or lost, which `chaos.relay` does."""
+        """Whether frames are delayed or lost. Such links need the process `chaos.relay`."""
         return bool(self.seconds or self.loss)
 
     def __str__(self) -> str:
@@ -79,23 +82,24 @@ class Links:
 
 
 class Hosts:
-    """Emulated hosts, numbered from 0. Without root they share the loopback interface and their links cannot be cut."""
+    """Emulated hosts, numbered from 0. Without root they share the loopback interface, and their links cannot be cut."""
 
     def __init__(self, count: int, folder: Path, links: Links = Links(), shared: Sequence[Path] | None = None) -> None:
-        """Make the hosts; the job's token is written to `folder`.
+        """Make `count` hosts. The job's token is written into `folder`.
 
-        With `shared` each host has a /tmp of its own, in which of the usual /tmp only these folders are.
+        With `shared`, each host has a /tmp of its own. Only the folders in `shared` are in the /tmp of every host.
         """
         self._prefix = f"mw{secrets.token_hex(3)}"
         self.emulation = "processes on the loopback interface"
+        """How the hosts are emulated, in words."""
         self._token = folder / "token"
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(16))
         self._names: list[str] = []
         self._holders: list[subprocess.Popen[bytes]] = []
-        """The process of each host that keeps its namespaces."""
+        """For each host, the process that keeps its namespaces."""
         self._processes: list[subprocess.Popen[bytes]] = []
-        """These and the relay."""
+        """The processes in `_holders`, and the relay."""
         if not namespace_obstacle():
             self.emulation = "namespaces" if links == Links() else f"namespaces, {links}"
             try:
@@ -113,6 +117,7 @@ class Hosts:
                 raise
 
     def _make(self, count: int, links: Links) -> None:
+        """Make the network: a namespace with a bridge as switch, and a namespace with a link to the switch for each host."""
         switch = f"{self._prefix}s"
         self._add(switch)
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
@@ -134,7 +139,10 @@ class Hosts:
                 self.set_rate(host, links.rate)
 
     def _relay(self, count: int, links: Links) -> None:
-        """Start the process that joins the two ends of each link; each has half of the time between two hosts."""
+        """Start the process that connects the two devices of each link.
+
+        A link delays frames by half of the time between two hosts.
+        """
         ends = [f"{self._prefix}{host}/{INTERFACE}-{self._prefix}s/port{host}" for host in range(count)]
         command = [sys.executable, "-m", "meshwright.chaos.relay", str(links.seconds / 2), str(links.loss), *ends]
         source = str(Path(meshwright.__file__).parents[1])
@@ -146,9 +154,11 @@ class Hosts:
         self._names.append(name)
 
     def _hold(self, host: int, names: Path, own: Path | None, shared: Sequence[Path]) -> None:
-        """Start the process that keeps the namespaces of a host for its name, `names`, /dev/shm and /tmp.
+        """Start the process that keeps a host's namespaces, with its name, the hosts file `names`, its /dev/shm and its
+        /tmp.
 
-        A /tmp of its own also has the working directory and the program, if these are there.
+        `own` is the folder of its own /tmp; None for the usual one. Its own /tmp also contains the working directory
+        and the program, if these are in the usual /tmp.
         """
         needed = (*shared, Path.cwd(), Path(meshwright.__file__).parents[1], Path(sys.prefix))
         folders = [str(path.resolve()) for path in needed if path.resolve().is_relative_to("/tmp")]
@@ -163,7 +173,7 @@ class Hosts:
     def _await_ready(
         self, command: Sequence[str], what: str, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a process that lasts until `close`, and wait until it is ready."""
+        """Start a process that runs until `close`, and wait until it prints that it is ready."""
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         self._processes.append(process)
         assert process.stdout is not None
@@ -172,14 +182,14 @@ class Hosts:
         return process
 
     def prefix(self, host: int) -> list[str]:
-        """Arguments before a command that runs it on a host, in the working directory of this process."""
+        """Return the arguments to put before a command, so that it runs on a host, in the working directory of this process."""
         if not self._holders:
             return []
         namespaces = ["nsenter", f"--target={self._holders[host].pid}", "--net", "--uts", "--mount"]
         return [*namespaces, "env", "-C", os.getcwd()]
 
     def environment(self, host: int) -> dict[str, str]:
-        """Environment variables of the agent of a host; host 0 has the coordinator."""
+        """Return environment variables for the agent of a host. They name host 0 as the coordinator's host."""
         coordinator_variables = {
             COORDINATOR_VARIABLE: f"{address(0) if self._names else '127.0.0.1'}:{PORT}",
             TOKEN_VARIABLE: str(self._token),
@@ -188,11 +198,11 @@ class Hosts:
         return coordinator_variables | own
 
     def set_link(self, host: int, up: bool) -> None:
-        """Cut the link between a host and the switch, or restore it; the host sees that."""
+        """Take the link between a host and the switch down, or up again. The host can see that the link is down."""
         _ip("-n", f"{self._prefix}s", "link", "set", f"port{host}", "up" if up else "down")
 
     def set_rate(self, host: int, rate: str | None) -> None:
-        """Limit both directions of a host's link, e.g. to `400mbit`, or with None end the limit."""
+        """Limit both directions of a host's link, for example to `400mbit`. None removes the limit."""
         for namespace, device in ((f"{self._prefix}{host}", INTERFACE), (f"{self._prefix}s", f"port{host}")):
             if rate is None:
                 _run("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
@@ -200,12 +210,12 @@ class Hosts:
                 _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *QUEUE)
 
     def set_reachable(self, host: int, reachable: bool) -> None:
-        """Let the switch drop all that a host sends or gets, or forward it again; its link stays up."""
-        state = "3" if reachable else "0"  # forwarding, disabled
+        """Let the switch drop everything that a host sends or should receive, or forward it again. The link stays up."""
+        state = "3" if reachable else "0"  # states of a bridge port: 3 is forwarding, 0 is disabled
         _run("bridge", "-n", f"{self._prefix}s", "link", "set", "dev", f"port{host}", "state", state)
 
     def close(self) -> None:
-        """Remove the namespaces with their interfaces."""
+        """Remove the namespaces and their interfaces, and end the processes."""
         self._holders.clear()
         while self._processes:
             process = self._processes.pop()
@@ -219,12 +229,12 @@ class Hosts:
 
 
 def host_name(host: int) -> str:
-    """The name of an emulated host."""
+    """Return the name of an emulated host."""
     return f"emulated{host}"
 
 
 def address(host: int) -> str:
-    """The address of an emulated host in the network that the hosts share."""
+    """Return the IP address of an emulated host."""
     return f"10.77.0.{host + 1}"
 
 

@@ -1,4 +1,4 @@
-"""A `meshwright train` under observation: its steps, its attempts and its output, each with the time they were seen."""
+"""Observes a running `meshwright train`: its steps, its attempts and its output, with the time at which each was seen."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from meshwright.spec.errors import MeshwrightError
 POLL_SECONDS = 0.01
 """Seconds between two looks at the job."""
 RECENT_STEPS = 10
-"""Steps over which the time of a step is averaged."""
+"""Number of steps over which the duration of a step is averaged."""
 LONGEST_SECONDS = 180.0
+"""Seconds that a job on CPUs may take until an awaited point or its end."""
 LONGEST_GPU_SECONDS = 600.0
-"""Seconds that a job may take to reach an awaited point or its end; compilation for a GPU takes longer."""
+"""The same on GPUs. It is longer, because kernels are compiled."""
 
 
 class NotReached(MeshwrightError):
-    """A job ended, or took too long, before it reached the point of an injection."""
+    """The job ended, or took too long, before it reached the point that the scenario waits for."""
 
     exit_code = 1
 
 
 class Tail:
-    """New lines of a file that grows, and that may be replaced by another file of its name."""
+    """Reads new lines of a file that grows. The file may also be replaced by another file of the same name."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,7 +41,10 @@ class Tail:
         self._seen: set[str] = set()
 
     def read(self) -> list[str]:
-        """Complete lines that were in no earlier answer."""
+        """Return the complete lines that no earlier call has returned.
+
+        A line with the same text as an earlier one is skipped.
+        """
         try:
             status = self._path.stat()
             if status.st_ino != self._inode or status.st_size < self._offset:
@@ -61,7 +65,7 @@ class Tail:
 
 
 class ChaosJob:
-    """A running command, on one or several hosts. Its methods observe it; times are seconds of `time.monotonic`."""
+    """A running command, on one or several hosts, and what was observed of it. Times are seconds of `time.monotonic`."""
 
     def __init__(
         self,
@@ -73,36 +77,42 @@ class ChaosJob:
         longest_seconds: float = LONGEST_SECONDS,
         show: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """`run` is the folder of the run, `output` the file for what the command prints. `launch` starts the command.
+        """`run` is the folder of the run, and `output` the file for what the command prints.
 
-        A wait for a point of the job ends after `longest_seconds`. `show` receives each line of progress.
+        `launch` starts the command.
+
+        `arguments` are those of `meshwright`, and `token` is the value of `processes.TOKEN`. Waiting for a point of the
+        job ends after `longest_seconds`. `show` receives each line of progress.
         """
         self._longest_seconds = longest_seconds
         self._show = show
         self.run = run
         self.output_file = output
         self.processes: list[subprocess.Popen[bytes]] = []
-        """The command's process on each host."""
+        """The process of the command on each host."""
         self._arguments = arguments
         self._token = token
         self._forgotten: set[int] = set()
+        """Process ids whose end and exit code do not count."""
         self.steps: list[tuple[float, int]] = []
-        """Time and number of each finished step."""
+        """(time, number) of each finished step."""
         self.losses: list[tuple[int, float | None]] = []
-        """Number and loss of each finished step; repeated steps occur again."""
+        """(number, loss) of each finished step. A step that is trained again occurs again."""
         self.states: list[tuple[float, dict[str, Any]]] = []
-        """Time and content of each line of the run's supervision.jsonl."""
+        """(time, content) of each line of the run's supervision.jsonl."""
         self.lines: list[tuple[float, str]] = []
-        """Time and text of each line that the command printed."""
+        """(time, text) of each line that the command has printed."""
         output.parent.mkdir(parents=True, exist_ok=True)
         self._tails = [Tail(run / "metrics.jsonl"), Tail(run / "supervision.jsonl"), Tail(output)]
         for tail in self._tails:
-            tail.read()  # what an earlier job wrote
+            tail.read()  # skip what an earlier job has written
         self.started = time.monotonic()
 
     def launch(self, prefix: Sequence[str] = (), env: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start the command's process on one host; `prefix` are arguments before it, `env` further environment
-        variables."""
+        """Start the process of the command on one host.
+
+        `prefix` are arguments before the command, and `env` further environment variables.
+        """
         with self.output_file.open("ab") as file:
             process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "meshwright", *self._arguments],
@@ -115,24 +125,24 @@ class ChaosJob:
         self.processes.append(process)
 
     def forget(self, process: subprocess.Popen[bytes]) -> None:
-        """Neither wait for a process, which the scenario killed or cut off, nor take its exit code as the job's."""
+        """Ignore a process that the scenario has killed or cut off: do not wait for it, and do not use its exit code."""
         self._forgotten.add(process.pid)
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The command's process on the first host."""
+        """The process of the command on the first host."""
         return self.processes[0]
 
     @property
     def code(self) -> int | None:
-        """The exit code of the command, the largest of several hosts; None while one of them runs."""
+        """The exit code of the command: the largest of all hosts. None while the command still runs on one of them."""
         codes = [process.poll() for process in self.processes if process.pid not in self._forgotten]
         exit_codes = [code for code in codes if code is not None]
         return max(exit_codes, key=abs) if len(exit_codes) == len(codes) and exit_codes else None
 
     @property
     def output(self) -> str:
-        """Text that the command has printed so far."""
+        """All text that the command has printed so far."""
         self.poll()
         return "\n".join(line for _, line in self.lines)
 
@@ -143,21 +153,21 @@ class ChaosJob:
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of the last steps; 0 before the second."""
+        """Mean seconds of the newest steps; 0 before the second step."""
         recent = [moment for moment, _ in self.steps[-RECENT_STEPS:]]
         return (recent[-1] - recent[0]) / (len(recent) - 1) if len(recent) > 1 else 0.0
 
     @property
     def attempt(self) -> int:
-        """Number of the attempt that runs, or of the last one."""
+        """Number of the running attempt, or of the last one if none runs."""
         return self.states[-1][1]["attempt"] if self.states else 0
 
     def ranks(self, host: int = 0) -> dict[int, int]:
-        """Process id by local rank of the ranks that train on a host."""
+        """Return the process ids of the ranks that train on a host, by their rank on that host."""
         return training_ranks(self.processes[host].pid)
 
     def poll(self) -> None:
-        """Take the lines that were written since the last call."""
+        """Read the lines that were written since the last call."""
         metrics, states, output = (tail.read() for tail in self._tails)
         now = time.monotonic()
         for record in _records(metrics):
@@ -171,12 +181,15 @@ class ChaosJob:
             self._show(line)
 
     def _show_step(self, step: int) -> None:
-        """Show the first step, and each that does not follow the one before: the first after a restart."""
+        """Show a step if it is the first one, or does not follow the step before it, as after a restart."""
         if step != self.last_step + 1 or not self.steps:
             self._show(f"step {step} is finished")
 
     def until(self, reached: Callable[[], bool], what: str, seconds: float | None = None) -> None:
-        """Wait until `reached`. Raises NotReached if the job ends before, or after `seconds`."""
+        """Wait until `reached()` is true. `what` describes that point in errors.
+
+        Raises NotReached if the job ends before, or after `seconds`.
+        """
         seconds = seconds or self._longest_seconds
         deadline = time.monotonic() + seconds
         while True:
@@ -194,11 +207,11 @@ class ChaosJob:
         self.until(lambda: self.last_step >= step, f"step {step}")
 
     def until_printed(self, text: str, seconds: float | None = None) -> None:
-        """Wait until the command has printed a line with `text`."""
+        """Wait until the command has printed a line that contains `text`."""
         self.until(lambda: any(text in line for _, line in self.lines), f"the line {text!r}", seconds)
 
     def wait(self, seconds: float | None = None) -> int:
-        """Observe the job until it ends; returns its exit code. Raises NotReached after `seconds`."""
+        """Observe the job until it ends, and return its exit code. Raises NotReached after `seconds`."""
         seconds = seconds or self._longest_seconds
         deadline = time.monotonic() + seconds
         while (code := self.code) is None:
@@ -214,7 +227,7 @@ class ChaosJob:
 
 
 def _records(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """The JSON objects among lines."""
+    """Return the JSON objects among lines; other lines are skipped."""
     records = []
     for line in lines:
         try:

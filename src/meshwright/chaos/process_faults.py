@@ -1,4 +1,4 @@
-"""Disturbances of processes: killed, stopped, slowed, asked to end, started twice."""
+"""Faults of processes: a process is killed, stopped, slowed down, asked to end, or started twice."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from meshwright.checkpoint.format.verify import list_checkpoints
 from meshwright.spec.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
 
 CONTINUES = "training continues by itself from the newest checkpoint with the losses of an undisturbed run"
+"""End of the promise of scenarios in which supervision restarts the ranks."""
 RESUMES = "the same command continues with the losses of an undisturbed run"
+"""End of the promise of scenarios in which the command must be started again."""
 RESTART_SECONDS = 15.0
-"""Most seconds from the end of a process to the next step."""
+"""Most seconds between the end of a process and the next step."""
 HANG_SECONDS = 8.0
-"""Most seconds to the detection of a hang on CPU ranks: 5, and 3 steps, and the time between two looks."""
+"""Most seconds until a hang of CPU ranks is detected: 5 s, 3 steps, and the time between two checks."""
 SLOW_SECONDS = 6.0
+"""A rank is slow for at least this many seconds."""
 SLOW_STEPS = 8
-"""Least time and steps in which a rank is slow."""
+"""A rank is slow for at least this many steps."""
 LONGEST_TURN = 0.1
+"""A slow rank runs for the duration of a step, but at most for this many seconds, before it is stopped."""
 STOPPED_TURNS = 3
-"""A slow rank runs for the time of a step, at most these seconds, and is then stopped for so many times as long."""
+"""A slow rank is stopped for this many times as long as it has run."""
 
 
 def after(step: Callable[[Stage], int], disturb: Callable[[Stage], None]) -> Callable[[Stage], None]:
-    """Play: start the job, disturb it once it has finished a step, and wait for its end."""
+    """Return a play that starts the job, disturbs it when it has finished a step, and waits for its end."""
 
     def play(stage: Stage) -> None:
         stage.start().until_step(step(stage))
@@ -39,13 +43,16 @@ def after(step: Callable[[Stage], int], disturb: Callable[[Stage], None]) -> Cal
 
 
 def middle(stage: Stage) -> int:
-    """A step in the middle of the run, half way between two checkpoints."""
+    """Return a step in the middle of the run, half way between two checkpoints."""
     template = stage.template
     return template.steps // 2 // template.every * template.every + (template.every + 1) // 2
 
 
 def signal_rank(rank: int, number: int) -> Callable[[Stage], None]:
-    """Disturb by SIGKILL or SIGSTOP to `rank`, from the end if negative; the incident has to name it."""
+    """Return a disturbance that sends SIGKILL or SIGSTOP to `rank`; a negative rank counts from the end.
+
+    The incident must name the rank.
+    """
 
     def disturb(stage: Stage) -> None:
         chosen = rank % stage.template.ranks
@@ -56,15 +63,16 @@ def signal_rank(rank: int, number: int) -> Callable[[Stage], None]:
 
 
 def stop_rank(stage: Stage) -> None:
-    """Stop the last rank; its name has to be printed."""
+    """Stop the last rank. The job must print that this rank makes no progress."""
     signal_rank(-1, signal.SIGSTOP)(stage)
     stage.job.until_printed(f"rank {stage.template.ranks - 1} has made no progress", seconds=60)
 
 
 def slow_rank(stage: Stage) -> None:
-    """Stop and continue the last rank in turn, in each of some steps or until the job ends.
+    """Stop and continue the last rank alternately, for some steps or until the job ends.
 
-    It is stopped where it computes: a rank that stops inside a collective looks like a slow network, on all ranks.
+    The rank is stopped while it computes. If a rank stops inside a collective, all ranks wait, as they would for a slow
+    network.
     """
     job = stage.job
     rank = stage.template.ranks - 1
@@ -83,14 +91,16 @@ def slow_rank(stage: Stage) -> None:
 
 
 def await_running(pid: int, seconds: float) -> None:
-    """Wait until the main thread of a process runs, that is, waits for nothing; at most some seconds."""
+    """Wait until the main thread of a process is running instead of waiting, but for at most `seconds`."""
     deadline = time.monotonic() + seconds
     while state(pid) != "R" and time.monotonic() < deadline:
         time.sleep(2e-4)
 
 
 def end_and_continue(disturb: Callable[[Stage], None]) -> Callable[[Stage], None]:
-    """Play: disturb the job so that it ends with a checkpoint of its last step, then start the same command."""
+    """Return a play that disturbs the job, checks that it ends with a checkpoint of its last step, and starts the
+    command again.
+    """
 
     def play(stage: Stage) -> None:
         job = stage.start()
@@ -114,7 +124,7 @@ def terminate(stage: Stage) -> None:
 
 
 def terminate_during_save(stage: Stage) -> None:
-    """Send SIGTERM to the launcher as soon as a checkpoint's unfinished folder exists."""
+    """Send SIGTERM to the launcher as soon as the folder of an unfinished checkpoint exists."""
     job = stage.job
     checkpoints = stage.run / "checkpoints"
     job.until_step(middle(stage))
@@ -126,7 +136,7 @@ def terminate_during_save(stage: Stage) -> None:
 
 
 def start_twice(stage: Stage) -> None:
-    """Start the command again while it runs: the second one has to end, the first one must not notice."""
+    """Start the command again while it runs. The second start must end, and must not affect the first."""
     first = stage.start()
     first.until_step(2)
     stage.mark()
@@ -140,7 +150,10 @@ def start_twice(stage: Stage) -> None:
 
 
 def kill_launcher(stage: Stage) -> None:
-    """Kill the process that is agent and coordinator; no rank may survive it, and the command has to continue."""
+    """Kill the launcher, which is agent and coordinator.
+
+    No rank may survive, and starting the command again must continue the run.
+    """
     job = stage.start()
     job.until_step(middle(stage))
     stage.signal(job.process.pid, signal.SIGKILL)
@@ -151,7 +164,7 @@ def kill_launcher(stage: Stage) -> None:
 
 
 def exhaust_memory(stage: Stage) -> None:
-    """Let another program take the memory of the job's control group, until the kernel kills a rank."""
+    """Let another program use up the memory of the job's control group, until the kernel kills a rank."""
     group = MemoryGroup()
     stage.on_close(group.close)
     job = stage.start()

@@ -1,4 +1,4 @@
-"""Processes of a disturbed job, read from /proc. Linux only."""
+"""Finds and signals the processes of a disturbed job, using /proc. It works on Linux only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 TOKEN = "MESHWRIGHT_CHAOS"
-"""Environment variable with a text that only the processes of one job have."""
+"""Environment variable whose value identifies the processes of one job."""
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The environment that a process started with; empty if the process has ended."""
+    """Return the environment that a process started with; empty if the process has ended."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -22,25 +22,26 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def processes_with(token: str) -> list[int]:
-    """Running processes whose environment has the token of a job, zombies excluded."""
+    """Return the ids of running processes whose environment has the token of a job. Zombies do not count."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [pid for pid in pids if environment(pid).get(TOKEN) == token and state(pid) not in ("Z", "X", "")]
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for the state of a process; empty if the process has ended."""
+    """Return the kernel's letter for the state of a process, such as R for running; empty if the process has ended."""
     fields = _status(pid)
     return fields[0] if fields else ""
 
 
 def start_ticks(pid: int) -> int:
-    """Clock ticks from the boot of the machine to the start of a process; 0 if the process has ended."""
+    """Return the clock ticks between the boot of the machine and the start of a process; 0 if the process has ended."""
     fields = _status(pid)
+    # The 20th field after the command's name.
     return int(fields[19]) if fields else 0
 
 
 def _status(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat after the command's name."""
+    """Return the fields of /proc/PID/stat that follow the command's name; none if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -48,7 +49,7 @@ def _status(pid: int) -> list[str]:
 
 
 def command(pid: int) -> list[str]:
-    """The arguments that a process was started with; empty if the process has ended."""
+    """Return the arguments with which a process was started; none if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
@@ -56,7 +57,7 @@ def command(pid: int) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that the main thread of a process started and that it has not yet waited for."""
+    """Return the child processes that the main thread of a process has started and not yet waited for."""
     try:
         return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
     except OSError:
@@ -64,9 +65,9 @@ def children(pid: int) -> list[int]:
 
 
 def training_ranks(agent: int) -> dict[int, int]:
-    """Process id by rank of the attempt that runs under the process `agent`.
+    """Return the process ids of the running attempt's ranks, by rank. They are children of the process `agent`.
 
-    Spares have ranks in their environment too; they are younger than the process whose rank they would take.
+    Spare processes also have a rank in their environment. They are younger than the process of that rank.
     """
     oldest: dict[int, int] = {}
     for pid in children(agent):
@@ -79,13 +80,13 @@ def training_ranks(agent: int) -> dict[int, int]:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process that may have ended."""
+    """Send a signal to a process, unless it has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def kill_all(token: str) -> list[int]:
-    """Kill every process with the token of a job; returns those that ran."""
+    """Kill every process with the token of a job. Return the processes that were running."""
     first_processes = processes = processes_with(token)
     while processes:
         for pid in processes:

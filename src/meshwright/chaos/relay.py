@@ -1,9 +1,12 @@
-"""Relays frames between the two ends of links, late and with losses: for kernels without netem. Linux, root.
+"""Relays network frames between the two devices of each link, with a delay and with losses. For kernels without netem.
+
+It needs Linux and root.
 
     python -m meshwright.chaos.relay SECONDS LOSS NAMESPACE/DEVICE-NAMESPACE/DEVICE…
 
-Each end is a TAP device, which exists. A frame arrives after SECONDS, and the share LOSS of the frames from the first end to
-the second one is lost. Prints `ready`, and ends with its standard input.
+Each NAMESPACE/DEVICE is an existing TAP device, and each pair of them is a link. A frame arrives after SECONDS. The
+share LOSS of the frames from the first device to the second is lost. The program prints `ready`, and ends when its
+standard input ends.
 """
 
 from __future__ import annotations
@@ -26,11 +29,14 @@ IFF_NO_PI = 0x1000
 CLONE_NEWNET = 0x40000000
 FRAME_BYTES = 1 << 16
 MOST_FRAMES = 20_000
-"""Frames on their way; further ones are lost, as in a full queue."""
+"""Most frames that are in transit. Further frames are lost, as in a full queue."""
 
 
 def open_tap(namespace: str, device: str) -> int:
-    """Descriptor of an existing TAP device in a named network namespace, in which this process is then."""
+    """Open an existing TAP device in a named network namespace, and return its file descriptor.
+
+    This process stays in that namespace.
+    """
     with open(f"/run/netns/{namespace}", "rb") as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), CLONE_NEWNET):
@@ -42,7 +48,7 @@ def open_tap(namespace: str, device: str) -> int:
 
 
 def relay(links: Sequence[tuple[int, int]], seconds: float, loss: float) -> None:
-    """Relay frames between the descriptors of each link until standard input ends."""
+    """Relay frames between the two file descriptors of each link, until standard input ends."""
     other = {**dict(links), **{second: first for first, second in links}}
     lossy = {first for first, _ in links}
     poll = select.poll()
@@ -71,6 +77,7 @@ def relay(links: Sequence[tuple[int, int]], seconds: float, loss: float) -> None
 
 
 def main() -> None:
+    """Relay the links that the arguments name."""
     seconds, loss, *names = sys.argv[1:]
     ends = [[open_tap(*end.split("/")) for end in name.split("-")] for name in names]
     sys.stdout.write("ready\n")

@@ -1,4 +1,4 @@
-"""A scenario of fault injection: its promise, the disturbance of the job, and the check of the promise."""
+"""A fault-injection scenario: what it promises, how it disturbs a job, and how the promise is checked."""
 
 from __future__ import annotations
 
@@ -25,19 +25,25 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import CONTEXT_AXES
 
 Losses = list[tuple[int, float | None]]
-"""Step and loss of each step of a run."""
+"""(step, loss) of each step of a run."""
 LOSS_TOLERANCE = 1e-2
-"""Largest relative difference on a GPU between the losses of one step in two attempts."""
+"""Largest relative difference between the losses of one step in two attempts on a GPU."""
 GPU_RECOVERY_FACTOR = 3.0
-"""Factor for the limit of a recovery on a GPU, whose context and kernels have to be loaded again."""
+"""On a GPU, a recovery may take longer by this factor, because its context and kernels must be loaded again."""
 SLOW_RANK_CAUSES = ("compute", "host")
-"""Causes of a straggler whose process gets too little of its host's time: it computes longer, or launches late."""
+"""Causes that the straggler analysis may give for a process that gets too little processor time.
+
+Such a rank computes longer, or launches its work late.
+"""
 CALM_STEPS = 12
-"""Steps before the disturbance that the straggler analysis reads; those of the start may be slow for other reasons."""
+"""The straggler analysis reads this many steps before the disturbance. Earlier steps may be slow for other reasons."""
 COMPUTE_SHARE = 0.5
-"""Share of the step time for which a rank has to compute, before it is disturbed, to be named: stops hit the rest, too."""
+"""Before the disturbance, the rank must have computed for this share of the step time; otherwise it need not be named.
+
+With a smaller share, the stops mostly hit time in which the rank does not compute.
+"""
 ORPHAN_SECONDS = 3.0
-"""Seconds after the end of a job in which its last processes may end."""
+"""Seconds that the last processes may take to end after their job has ended."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +51,32 @@ class Template:
     """The training command that scenarios disturb."""
 
     arguments: tuple[str, ...]
-    """Run file and overrides."""
+    """The run file and overrides."""
     name: str
     """Name of the run."""
     steps: int
-    """Steps of the run."""
+    """Number of steps of the run."""
     ranks: int
-    """Ranks of the run."""
+    """Number of ranks of the run."""
     every: int
-    """Steps between its checkpoints."""
+    """Number of steps between two checkpoints."""
     gpu: bool = False
-    """Whether the ranks compute on GPUs, whose sums may differ from one attempt to the next in their last bits."""
+    """Whether the ranks compute on GPUs. The last bits of their sums may differ between attempts."""
 
 
 @dataclass(frozen=True)
 class ExpectedCulprit:
-    """Cause, rank and host that an incident must name; None allows any."""
+    """The cause, rank and host that an incident must name. None allows any rank or host."""
 
     cause: str
     rank: int | None
     host: str | None
 
     def is_named_by(self, incident: Mapping[str, Any] | None) -> bool:
-        """Whether an incident (`Stage.first_incident`) names this cause, rank and host. Agents are named HOST/PID."""
+        """Whether an incident (a result of `Stage.first_incident`) names this cause, rank and host.
+
+        Agents are named HOST/PID.
+        """
         if incident is None or incident["cause"] != self.cause:
             return False
         same_host = self.host in (None, incident["host"].partition("/")[0])
@@ -75,7 +84,7 @@ class ExpectedCulprit:
 
 
 class Stage:
-    """The jobs of one scenario in a folder of their own, and the moment of the injection."""
+    """Runs the jobs of one scenario in a folder of their own, and remembers when the disturbance began."""
 
     def __init__(
         self,
@@ -86,9 +95,11 @@ class Stage:
         show: Callable[[str], object] = lambda text: None,
         links: Links = Links(),
     ) -> None:
-        """With several `hosts` each has an agent; those beyond the hosts of the run are spares, and `links` are theirs.
+        """With several `hosts`, each host has an agent.
 
-        `show` receives lines of progress.
+        Hosts beyond those of the run are spares. `links` connect the hosts.
+
+        `overrides` are keys of the run. `show` receives lines of progress.
         """
         self._show = show
         self.links = links
@@ -98,31 +109,34 @@ class Stage:
         """Folder of the run."""
         self.jobs: list[ChaosJob] = []
         self.notes: list[str] = []
-        """Further observations for the verdict."""
+        """Further observations that the verdict mentions."""
         self.violations: list[str] = []
-        """Parts of the promise that the injection itself saw broken."""
+        """Parts of the promise that the scenario itself has seen broken."""
         self.injected: float | None = None
+        """Monotonic time at which the disturbance began; None before."""
         self._ended: float | None = None
-        """Time when the process killed by the injection had ended; None if it kills none.
+        """Time at which a process that the disturbance killed had ended; None if it has killed none.
 
-        A process with a GPU ends only after the driver has freed its memory, and nothing can detect its end earlier.
+        A process with a GPU ends only when the driver has freed the GPU's memory. Nothing can detect the end earlier.
         """
         self._attempt = 0
+        """Number of the attempt that was disturbed."""
         self._closing: list[Callable[[], object]] = []
+        """What `close` calls, in reverse order."""
         self._overrides = tuple(overrides)
         self.token = secrets.token_hex(8)
-        """Value of the variable `processes.TOKEN` of all processes of the jobs."""
+        """Value of the environment variable `processes.TOKEN` in all processes of the jobs."""
         self._host_count = hosts
         self.hosts: Hosts | None = None
         """The emulated hosts, if there are several."""
         self.culprit: ExpectedCulprit | None = None
-        """Culprit that the first incident of the run must name; None if the disturbance makes no incident."""
+        """What the first incident of the run must name; None if the disturbance causes no incident."""
         self.slow_rank: int | None = None
-        """The rank that the straggler analysis has to name; None if the disturbance slows none."""
+        """The rank that the straggler analysis must name; None if the disturbance slows no rank."""
         self._last_calm_step = 0
 
     def start(self, env: Mapping[str, str] = MappingProxyType({}), hosts: int | None = None) -> ChaosJob:
-        """Start the training command, on all hosts or on the first ones, with further environment variables."""
+        """Start the training command with further environment variables, on all hosts or on the first `hosts` ones."""
         arguments = ["train", *self.template.arguments, *self._overrides, "--runs", str(self.folder)]
         if self._host_count > 1:
             arguments.append("--agent")
@@ -152,7 +166,7 @@ class Stage:
             time.sleep(POLL_SECONDS)
 
     def mark(self) -> None:
-        """The disturbance begins now."""
+        """Note that the disturbance begins now."""
         job = self.jobs[-1]
         job.poll()
         self.injected = time.monotonic()
@@ -161,7 +175,7 @@ class Stage:
         self._show(f"the disturbance begins after step {job.last_step}")
 
     def signal(self, pid: int, number: int) -> None:
-        """Disturb the job by a signal to one of its processes; wait for the end of a process that it kills."""
+        """Disturb the job by sending a signal to one of its processes. After SIGKILL, wait until the process has ended."""
         self.mark()
         send(pid, number)
         if number == signal.SIGKILL:
@@ -170,25 +184,27 @@ class Stage:
             self._ended = time.monotonic()
 
     def expect(self, kept: bool, violation: str) -> None:
-        """Record a part of the promise that is broken unless `kept`."""
+        """Record `violation`, a broken part of the promise, unless `kept` is true."""
         if not kept:
             self.violations.append(violation)
 
     def expect_incident(self, cause: str, rank: int | None = None, host: str | None = None) -> None:
-        """The first incident of the run has to name this cause, and the rank or host, where given."""
+        """Require that the first incident of the run names this cause, and this rank or host if given."""
         self.culprit = ExpectedCulprit(cause, rank, host)
 
     def expect_straggler(self, rank: int) -> None:
-        """Expect that the straggler analysis of the following steps names this rank, with one of `SLOW_RANK_CAUSES`.
+        """Require that the straggler analysis of the following steps names this rank, with one of `SLOW_RANK_CAUSES`.
 
-        It need not if the rank computed for less than `COMPUTE_SHARE` of the steps before, or if ranks wait for each other inside
-        compute.
+        This is not required if the rank computed for less than `COMPUTE_SHARE` of the steps before, or if ranks wait
+        for each other inside their computation.
         """
         self.slow_rank = rank
         self._last_calm_step = self.job.last_step
 
     def straggler(self) -> dict[str, Any] | None:
-        """Return cause and rank by the straggler analysis of the steps around the disturbance; None without a cause."""
+        """Return the cause and rank that the straggler analysis finds for the steps around the disturbance; None if it
+        finds none.
+        """
         try:
             found = diagnose_run(self.run, self._analysed_steps)
         except BadInput:
@@ -197,11 +213,11 @@ class Stage:
 
     @property
     def _analysed_steps(self) -> int:
-        """The number of the run's last steps that the straggler analysis reads."""
+        """Number of steps, the last ones of the run, that the straggler analysis reads."""
         return self.template.steps - self._last_calm_step + CALM_STEPS
 
     def calm_compute_share(self) -> float:
-        """The share of the undisturbed steps for which the slow rank computed; 0 without spans of them."""
+        """Return the share of the undisturbed steps in which the slow rank computed; 0 if their spans are missing."""
         try:
             ranks, steps, seconds = compute_seconds(read_operations(self.run, self._analysed_steps)[0])
         except BadInput:
@@ -213,25 +229,28 @@ class Stage:
         return float(seconds[ranks == self.slow_rank][:, calm].sum()) / total if total else 0.0
 
     def waits_inside_compute(self) -> bool:
-        """Whether tensor or context ranks wait for each other inside compute, so that the slow one cannot be told from the others."""
+        """Whether tensor or context ranks wait for each other inside their computation.
+
+        A slow rank then slows the others equally.
+        """
         starts = starts_with_spans(self.run)
         ranks = read_spans(starts[-1])[0] if starts else []
         return any(rank.header["coordinates"].get(axis, 0) for rank in ranks for axis in ("tensor", *CONTEXT_AXES))
 
     def first_incident(self) -> dict[str, Any] | None:
-        """The first incident of the run: cause, rank and host; None without one."""
+        """Return cause, rank and host of the run's first incident; None if there is none."""
         for path in sorted(self.run.glob("incidents/*/incident.json")):
             record = json.loads(path.read_text(encoding="utf-8"))
             return {name: record[name] for name in ("cause", "rank", "host")}
         return None
 
     def require(self, reached: bool, violation: str) -> None:
-        """Raise NotReached unless the scenario can go on."""
+        """Raise NotReached with `violation` unless `reached` is true, because the scenario cannot go on."""
         if not reached:
             raise NotReached(violation)
 
     def on_close(self, action: Callable[[], object]) -> None:
-        """Undo a change of this machine when the stage closes; the last one added is undone first."""
+        """Add an action that `close` calls, to undo a change of this machine. The last action added is called first."""
         self._closing.append(action)
 
     @property
@@ -240,11 +259,11 @@ class Stage:
         return self.jobs[-1]
 
     def losses(self) -> Losses:
-        """Step and loss of each step in the run's metrics."""
+        """Return (step, loss) of each step in the run's metrics."""
         return losses(self.run)
 
     def repeated_steps(self) -> list[tuple[int, float, float]]:
-        """Each step that was trained again: its number, its first loss and its last one."""
+        """Return (step, first loss, last loss) of each step that was trained more than once."""
         times_by_step: dict[int, list[float]] = {}
         for job in self.jobs:
             for step, loss in job.losses:
@@ -252,14 +271,14 @@ class Stage:
         return [(step, values[0], values[-1]) for step, values in sorted(times_by_step.items()) if len(values) > 1]
 
     def orphans(self) -> list[int]:
-        """Processes of the jobs that still run a few seconds after the jobs ended; they are killed."""
+        """Kill the processes that still run `ORPHAN_SECONDS` after their jobs have ended, and return their ids."""
         deadline = time.monotonic() + ORPHAN_SECONDS
         while processes_with(self.token) and time.monotonic() < deadline:
             time.sleep(0.05)
         return kill_all(self.token)
 
     def close(self) -> None:
-        """Kill what still runs, and undo changes of this machine."""
+        """Kill all processes that still run, and undo changes of this machine."""
         kill_all(self.token)
         for job in self.jobs:
             for process in job.processes:
@@ -268,9 +287,10 @@ class Stage:
             self._closing.pop()()
 
     def detected_seconds(self, text: str | None = None) -> float | None:
-        """Seconds to the coordinator's decision, or to a printed line with `text`; None without either.
+        """Return the seconds until the disturbance was detected; None if it was not.
 
-        They count from the injection, or from the end of the process that it killed.
+        Detection is a printed line that contains `text` or, without `text`, the coordinator's decision to end the
+        attempt. The time counts from the disturbance, or from the end of the process that it has killed.
         """
         if self.injected is None:
             return None
@@ -284,7 +304,11 @@ class Stage:
         return None
 
     def recovery(self) -> tuple[float, int] | None:
-        """Seconds from the injection to the first step of a later attempt or job, and the steps trained again; None without one."""
+        """Return (seconds from the disturbance to the first step of a later attempt or job, number of steps trained
+        again).
+
+        None if no such step was trained.
+        """
         if self.injected is None:
             return None
         attempts_before = 0
@@ -308,7 +332,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class PromiseVerdict:
-    """Promise of a scenario, and the observations that confirm or break it."""
+    """The promise of a scenario, whether it was kept (`ok`), and what was observed.
+
+    Times are seconds from the disturbance; None if it was not detected, or training did not continue. `lost_steps` is
+    the number of steps that were trained again.
+    """
 
     scenario: str
     promise: str
@@ -318,12 +346,12 @@ class PromiseVerdict:
     recovered_seconds: float | None = None
     lost_steps: int | None = None
     incident: Mapping[str, Any] | None = None
-    """Cause, rank and host in the first incident of the run, where the scenario expects one."""
+    """Cause, rank and host of the run's first incident, if the scenario expects one."""
     straggler: Mapping[str, Any] | None = None
-    """Cause and rank of the straggler, where the scenario expects one."""
+    """Cause and rank of the straggler, if the scenario expects one."""
 
     def as_plain(self) -> dict[str, Any]:
-        """The verdict as values of JSON, seconds rounded to hundredths."""
+        """Return the verdict as JSON values, with seconds rounded to hundredths."""
         record = dict(self.__dict__)
         for name in ("detected_seconds", "recovered_seconds"):
             record[name] = None if record[name] is None else round(record[name], 2)
@@ -332,33 +360,33 @@ class PromiseVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Disturbance of a short run. The defaults check what most scenarios promise."""
+    """A way to disturb a short run, and what must then happen. The defaults fit most scenarios."""
 
     name: str
     promise: str
-    """Promise of the scenario, in one sentence."""
+    """The promise, in one sentence."""
     play: Callable[[Stage], None]
-    """Starts the job, disturbs it at its trigger, and waits for its end."""
+    """The play: starts the job, disturbs it at the right moment, and waits for its end."""
     hosts: int = 1
-    """Hosts with an agent, spares included; with one there is no agent besides the launcher."""
+    """Number of hosts with an agent, including spares. With one host, only the launcher runs."""
     overrides: tuple[str, ...] = ()
     """Keys of the run that the disturbance needs."""
     code: int = 0
-    """Exit code of the last job."""
+    """Exit code that the last job must have."""
     detected_by: str | None = None
-    """Text of the printed line that counts as detection; None takes the coordinator's decision."""
+    """Text of the printed line that counts as detection. None: the coordinator's decision to end the attempt counts."""
     detect_within: float | None = None
-    """Most seconds from the injection to its detection; None requires none."""
+    """Most seconds between the disturbance and its detection; None for no limit."""
     recover_within: float | None = None
-    """Most seconds from the injection to the first step of a later attempt or job; None requires none."""
+    """Most seconds between the disturbance and the first step of a later attempt or job; None for no limit."""
     restarts: bool = True
     """Whether the job may restart its ranks."""
     same_losses: bool = True
-    """Whether every loss equals that of an undisturbed run bit for bit."""
+    """Whether every loss must equal the loss of an undisturbed run, bit for bit."""
     links: Links | None = None
-    """Links of the hosts; None leaves the choice to whoever runs the scenario."""
+    """Links of the hosts. None: the caller of the scenario chooses them."""
     unavailable: Callable[[], str | None] = field(default=lambda: None)
-    """Reason why this machine cannot run the scenario; None if it can."""
+    """Returns why this machine cannot run the scenario; None if it can."""
 
 
 def run_scenario(
@@ -370,10 +398,11 @@ def run_scenario(
     show: Callable[[str], object] = lambda text: None,
     links: Links = Links(),
 ) -> PromiseVerdict:
-    """Run a scenario in an empty `folder`. `undisturbed` returns the losses of an undisturbed run.
+    """Run a scenario in `folder`, which is emptied first, and return the verdict.
 
-    It is not called for a run on GPUs: there the losses of steps that were trained twice are compared with each other.
-    All limits in seconds are multiplied by `patience`. `show` receives lines of progress. `links` are those of hosts.
+    `undisturbed` returns the losses of an undisturbed run. It is not called for a run on GPUs: there, the losses of
+    steps that were trained twice are compared with each other. All limits in seconds are multiplied by `patience`.
+    `show` receives lines of progress. `links` connect the hosts, unless the scenario has links of its own.
     """
     stage = Stage(template, folder, scenario.overrides, scenario.hosts, show, scenario.links or links)
     shutil.rmtree(folder, ignore_errors=True)
@@ -402,7 +431,7 @@ def run_scenario(
 def _violations(
     scenario: Scenario, stage: Stage, orphans: Sequence[int], undisturbed: Callable[[], Losses], patience: float = 1.0
 ) -> list[str]:
-    """Sentences about the parts of the promise that were not kept."""
+    """Return sentences about the parts of the promise that were not kept."""
     gpu = stage.template.gpu
     violations: list[str] = []
     code = stage.job.code
@@ -435,7 +464,7 @@ def _violations(
 
 
 def _straggler_violations(stage: Stage) -> list[str]:
-    """Whether the slow rank is named; why that is not required becomes a note."""
+    """Return a sentence if the slow rank is not named. If that is not required, the reason is added to the stage's notes."""
     if stage.waits_inside_compute():
         stage.notes.append("the straggler is not checked: the ranks wait for each other inside compute")
         return []
@@ -450,7 +479,10 @@ def _straggler_violations(stage: Stage) -> list[str]:
 
 
 def _gpu_loss_violations(stage: Stage) -> list[str]:
-    """Whether every step has a loss, and steps that were trained twice have close ones; their difference becomes a note."""
+    """Check the losses of a run on GPUs, and add their largest difference to the notes.
+
+    Every step must have a loss. The losses of a step that was trained twice must be close.
+    """
     steps = [step for step, _ in stage.losses()]
     repeated = stage.repeated_steps()
     violations = [] if steps == list(range(1, stage.template.steps + 1)) else ["steps are missing in the metrics"]
@@ -463,7 +495,7 @@ def _gpu_loss_violations(stage: Stage) -> list[str]:
 
 
 def _observations(scenario: Scenario, stage: Stage) -> list[str]:
-    """Return the measured times and the end of the run, in words."""
+    """Return words about the measured times and the end of the run."""
     detected = stage.detected_seconds(scenario.detected_by)
     recovery = stage.recovery()
     texts = [] if detected is None else [f"detected after {detected:.2f} s"]
@@ -474,7 +506,7 @@ def _observations(scenario: Scenario, stage: Stage) -> list[str]:
 
 
 def losses(run: Path) -> Losses:
-    """Step and loss of each step in the metrics of a run's folder; empty without metrics."""
+    """Return (step, loss) of each step in the metrics of a run's folder; empty without metrics."""
     file = run / "metrics.jsonl"
     records = scan_metrics(file)[0] if os.path.exists(file) else []
     return [(record["step"], record["loss"]) for record in records if record["kind"] == "step"]

@@ -1,4 +1,4 @@
-"""Disturbances of the storage of checkpoints: full, read-only, stalled, and with a flipped bit."""
+"""Faults of the checkpoints' storage: a full, read-only or stalled disk, and a flipped bit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from meshwright.chaos.scenario import Scenario, Stage
 from meshwright.checkpoint.format.verify import list_checkpoints
 
 STALL_SECONDS = 6.0
-"""How long a stalled disk completes no write."""
+"""Seconds in which the stalled disk completes no write."""
 BESIDE_TRAINING = ("checkpoint.mode=async",)
+"""Override with which checkpoints are written while training continues."""
 FAILED_SAVE = "o checkpoint of step"
+"""Text in the line that reports a failed save."""
 
 
 def mount_obstacle() -> str | None:
@@ -30,7 +32,10 @@ def mount_obstacle() -> str | None:
 
 
 def mount(stage: Stage, *arguments: str, within: str = "checkpoints") -> Path:
-    """Mount a file system at a folder of the run, or at the run's own (`""`), until the stage closes; its files stay."""
+    """Mount a file system until the stage closes, and return its folder. Its files are kept after that.
+
+    `arguments` are those of mount(8). `within` is the folder below the run's folder; `""` is the run's folder itself.
+    """
     folder = stage.run / within
     folder.mkdir(parents=True)
 
@@ -46,7 +51,7 @@ def mount(stage: Stage, *arguments: str, within: str = "checkpoints") -> Path:
 
 
 def remount(folder: Path, options: str) -> None:
-    """Change the options of a mounted file system, once no file prevents it."""
+    """Change the options of a mounted file system. Open files may prevent this for a while, so it is tried repeatedly."""
     for _ in range(200):
         process = subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], capture_output=True, check=False)
         if process.returncode == 0:
@@ -56,14 +61,17 @@ def remount(folder: Path, options: str) -> None:
 
 
 def fail_one_save(broken: str, repaired: str, within: str = "checkpoints") -> Callable[[Stage], None]:
-    """Play: remount the file system of a folder of the run with `broken` options until a save fails, then with `repaired` ones."""
+    """Return a play that breaks a file system of the run until a save fails, and then repairs it.
+
+    `broken` and `repaired` are mount options. `{used}` in `broken` becomes the bytes in use.
+    """
 
     def play(stage: Stage) -> None:
         folder = mount(stage, "-t", "tmpfs", "-o", "size=50%", "none", within=within)
         job = stage.start()
-        job.until_step(stage.template.every + 1)  # early: the last save has to find the repaired file system
+        job.until_step(stage.template.every + 1)  # early, because the last save must find the repaired file system
         status = os.statvfs(folder)
-        # At least a block: a tmpfs of size 0 has no limit, and the first save may not have written anything yet.
+        # At least one block: a tmpfs of size 0 has no limit, and the first save may not have written anything yet.
         used_bytes = max(status.f_blocks - status.f_bfree, 1) * status.f_frsize
         stage.mark()
         remount(folder, broken.format(used=used_bytes))
@@ -80,7 +88,7 @@ def fail_one_save(broken: str, repaired: str, within: str = "checkpoints") -> Ca
 
 
 def stall(stage: Stage) -> None:
-    """Freeze the checkpoints' file system for some seconds, in which a save begins."""
+    """Freeze the checkpoints' file system for some seconds in which a save begins."""
     image = stage.folder / "disk.img"
     with image.open("wb") as file:
         file.truncate(256 << 20)

@@ -1,4 +1,7 @@
-"""Runs scenarios on a user's run, shortened, and their undisturbed reference once for each set of overrides."""
+"""Runs scenarios on a shortened version of a user's run. An undisturbed run is the reference for their losses.
+
+The reference is run once for each set of overrides.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from meshwright.spec.errors import BadInput, CommunicationFailure, nearest
 from meshwright.spec.run import RunSpec
 
 CHECKPOINTS = 6
-"""Checkpoints in a disturbed run."""
+"""Number of checkpoints in a disturbed run."""
 
 
 def undo_on_sigterm() -> None:
-    """Let SIGTERM raise SystemExit in this process, so that processes, mounts and namespaces of a scenario are removed."""
+    """Let SIGTERM raise SystemExit, so that the processes, mounts and namespaces of a scenario are removed."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 class Suite:
-    """Scenarios on one run. Their folders are in `folder`, each named by its scenario."""
+    """Scenarios on one run. Each scenario has a folder with its name in `folder`."""
 
     def __init__(
         self,
@@ -37,10 +40,10 @@ class Suite:
         show: Callable[[str], object] = lambda text: None,
         links: Links = Links(),
     ) -> None:
-        """`arguments` describe `run` on the command line; it is shortened to `steps` steps with a few checkpoints.
+        """`arguments` describe `run` on the command line. The run is shortened to `steps` steps with a few checkpoints.
 
-        Keys of checkpoints among `arguments` have precedence. Limits in seconds are multiplied by `patience`, for
-        machines that do other work at the same time. `show` receives lines of progress. `links` are those of hosts.
+        Keys about checkpoints in `arguments` are kept. Limits in seconds are multiplied by `patience`, for machines
+        that do other work at the same time. `show` receives lines of progress. `links` connect the hosts.
         """
         keys_given = {override.partition("=")[0] for override in arguments}
         every = max(1, steps // CHECKPOINTS)
@@ -59,7 +62,7 @@ class Suite:
         self._undisturbed: dict[tuple[tuple[str, ...], int], Losses] = {}
 
     def run(self, scenario: Scenario) -> PromiseVerdict:
-        """Run a scenario. If this machine cannot, the verdict is not ok and says why."""
+        """Run a scenario. If this machine cannot run it, the verdict is not ok and says why."""
         reason = scenario.unavailable()
         if reason is not None:
             return PromiseVerdict(scenario.name, scenario.promise, f"not run: {reason}", False)
@@ -77,7 +80,7 @@ class Suite:
             return PromiseVerdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
 
     def undisturbed(self, overrides: tuple[str, ...], hosts: int) -> Losses:
-        """Losses of an undisturbed run with `overrides` on `hosts` hosts; it runs at the first call."""
+        """Return the losses of an undisturbed run with `overrides` on `hosts` hosts. The run is made at the first call."""
         key = overrides, hosts
         if key not in self._undisturbed:
             folder = self._folder / "undisturbed"
@@ -96,12 +99,12 @@ class Suite:
 
 
 def _without_supervision(overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """`overrides` without keys of `supervision`, none of which changes a loss."""
+    """Return `overrides` without keys of the section `supervision`, because none of those changes a loss."""
     return tuple(override for override in overrides if not override.startswith("supervision."))
 
 
 def scenario_named(name: str) -> Scenario:
-    """The scenario of a name. Raises BadInput naming the nearest."""
+    """Return the scenario with this name. Raises BadInput, which names the nearest one, if there is none."""
     scenarios = {scenario.name: scenario for scenario in SCENARIOS}
     if name not in scenarios:
         nearest_name = nearest(name, scenarios)

@@ -21,7 +21,7 @@ from meshwright.cli.spread import found_weights
 from meshwright.spec.errors import BadInput, nearest
 
 FORMATS = ("json", "csv", "parquet", "text", "arrow")
-"""Data sets that name files of their own."""
+"""Names that `datasets.load_dataset` takes for loaders of file formats. A task that names one of them names its files too."""
 
 
 def bench(
@@ -94,8 +94,9 @@ def _evaluate(
     *,
     chat: bool,
 ) -> list[dict[str, Any]]:
-    """The results of the tasks and of groups among them."""
-    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # before the imports, which read them
+    """Run the tasks. Returns one result for each task, and for each group of tasks."""
+    # This must precede the imports, which read these variables.
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import datasets
     from lm_eval import simple_evaluate
@@ -149,9 +150,11 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def _local_data_sets(library: Any, folder: Path | None) -> Iterator[None]:
-    """Let `datasets.load_dataset` take data sets from `folder`; tasks name them as the hub does.
+    """A context in which `datasets.load_dataset` looks for data sets in `folder`.
 
-    It then raises BadInput for one that is missing.
+    Tasks name the data sets as the hub does.
+
+    If a data set is neither there nor in the cache, it raises BadInput. `library` is the module `datasets`.
     """
     load = library.load_dataset
 
@@ -163,12 +166,13 @@ def _local_data_sets(library: Any, folder: Path | None) -> Iterator[None]:
             if (place / "dataset_dict.json").is_file():
                 return library.load_from_disk(str(place))
             if place.is_dir() and name is not None and (place / name).is_dir() and not (place / "README.md").is_file():
-                return load(str(place / name), **options)  # a folder of files; with a README it has configurations
+                # A folder of data files. With a README it would have configurations.
+                return load(str(place / name), **options)
             if place.is_dir():
                 return load(str(place), name, **options)
         try:
-            return load(path, name, **options)  # from the cache of earlier downloads
-        except Exception as error:  # of several kinds, by what is missing
+            return load(path, name, **options)  # Takes it from the cache of earlier downloads.
+        except Exception as error:  # The kind of error depends on what is missing.
             where = (
                 f"--data-sets {folder} has no {path}"
                 if folder
@@ -185,7 +189,7 @@ def _local_data_sets(library: Any, folder: Path | None) -> Iterator[None]:
 
 
 def _keep(folder: Path, results: list[dict[str, Any]]) -> None:
-    """Add the results to those of the run, and write its report again."""
+    """Add the results to the file of the run, and write the report of the run again."""
     from meshwright.cli.span_findings import span_findings
     from meshwright.durable.writes import write_durable
     from meshwright.launch.run_list import is_run

@@ -1,6 +1,8 @@
-"""A model of this project as lm-eval takes it: scores by the decoder, texts by the inference engine, both in this process.
+"""Presents a model of this project to lm-eval.
 
-The module imports lm-eval, an extra.
+The decoder computes scores and the inference engine texts, both in this process.
+
+The module imports lm-eval, which is an optional dependency.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from meshwright.server.model_files import ModelFiles
 from meshwright.spec.engine import EngineOptions
 
 NEW_TOKENS = 256
-"""New tokens of an answer at most, where the task does not say."""
+"""Maximum number of new tokens of an answer, if the task does not say."""
 TEXTS_AT_ONCE = 64
+"""Texts that the engine generates at the same time."""
 
 
 class BenchModel(TemplateLM):
-    """The model in a folder; with `chats` lm-eval gets its questions as chats, which are whole prompts."""
+    """The model in a folder. With `chats`, lm-eval receives its questions as chats, already written by the chat template."""
 
     def __init__(self, folder: Path, files: ModelFiles, chats: ChatPrompts | None = None) -> None:
         super().__init__()
@@ -37,25 +40,32 @@ class BenchModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token before a text without context."""
+        """The token before a text that has no context."""
         return self._files.text.prompt(())[0]
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for lm-eval's cache of prompts."""
+        """The name of the model in lm-eval's cache of prompts."""
         return self._folder.name
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The source of the template, which lm-eval writes into its results."""
+        """Return the source of the chat template, which lm-eval stores in its results."""
         return (self._files.chat_template or "") if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a chat before the next answer or, without `add_generation_prompt`, within its last one."""
+        """Return the text of a chat up to the beginning of the next answer.
+
+        Without `add_generation_prompt`, the last message is left open.
+        """
         assert self._chats is not None, "lm-eval asks for chats with --chat only"
         return self._chats.text(chat_history, continues=not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text, behind those that begin every text unless the caller leaves them out or the text is a chat."""
+        """Return the token ids of a text.
+
+        The tokens that begin every text come first, unless `add_special_tokens` is False or the text is a chat, whose
+        template writes them.
+        """
         ids = self._files.tokenizer.encode(string, add_special_tokens=False).ids
         return ids if add_special_tokens is False or self._chats is not None else self._files.text.begun(ids)
 
@@ -64,7 +74,7 @@ class BenchModel(TemplateLM):
         return [(found.loglikelihood, found.greedy) for found in scores]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each whole text, in windows of the model's context."""
+        """Return the log-likelihood of each whole text, in nats. A text longer than the model's context is scored in several windows."""
         longest = self._decoder().spec.max_seq_len
         sums = []
         for request in requests:
@@ -79,7 +89,7 @@ class BenchModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """The answer to each prompt, up to the strings of the task or an end token of the model."""
+        """Return the answer to each prompt. An answer ends at a string that the task names, or at an end token of the model."""
         engine = self._engine()
         texts: dict[int, list[str]] = {}
         for request in requests:
@@ -105,7 +115,10 @@ class BenchModel(TemplateLM):
         return ["".join(pieces) for pieces in texts.values()]
 
     def _decoder(self) -> Decoder:
-        """The model as it was trained; an engine, which has changed its attention, is dropped first."""
+        """Return the model as it was trained.
+
+        An engine that was loaded is dropped first, because it has changed the model's attention.
+        """
         if not isinstance(self._loaded, Decoder):
             self._loaded = None
             self._loaded = load_model(self._folder, *device_and_dtype())

@@ -1,4 +1,4 @@
-"""`meshwright bench-serve`: from a plan over its deployment and a load test to a report."""
+"""`meshwright bench-serve`: plans a deployment, starts it on this host, tests it under load, and writes a report."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from meshwright.spec.model import ModelSpec
 
 SHARES = (0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.1)
-"""Tested rates, as shares of the predicted goodput."""
+"""Default rates of the test, as fractions of the predicted goodput."""
 INTERRUPTED = "interrupted"
+"""Reason in the report if the user interrupted the test."""
 CHECK_SECONDS = 0.5
-"""Time between two looks whether all servers still run."""
+"""Seconds between two checks whether all servers still run."""
 FEWEST_REQUESTS = 20
-"""Requests at each rate, at least."""
+"""Minimum number of requests at each rate."""
 SAME_DIMENSIONS = (
     "layers",
     "hidden",
@@ -53,7 +54,7 @@ SAME_DIMENSIONS = (
     "expert_hidden",
     "kv_rank",
 )
-"""Keys of a model that must be those of the weights; without them the prediction would be one of another model."""
+"""Keys of the model that must agree between the file and the weights. Otherwise the prediction would be for another model."""
 
 Question = Annotated[
     list[str],
@@ -126,7 +127,8 @@ def bench_serve(
     if planned is None:
         _check_deployment(deployment, served, spec.cluster, arguments[0])
     tested = tested or _rates_of(deployment)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers are stopped on the way out
+    # Treat it like Ctrl-C, so that the servers are stopped before the process ends.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     say(f"{deployment_name(deployment)}: starting {deployment.devices} device{'s' * (deployment.devices > 1)}")
     test = _Test(spec, deployment, costs, served, plan, folder.resolve())
     try:
@@ -144,7 +146,7 @@ def bench_serve(
         if isinstance(end, KeyboardInterrupt):
             raise
         say(f"meshwright: {end}")
-        raise typer.Exit(end.exit_code) from None  # the object on stdout is printed
+        raise typer.Exit(end.exit_code) from None  # The JSON object is printed on stdout already.
     assert test.report is not None
     if as_json:
         print(json.dumps(_as_plain(deployment, test.report, out)))
@@ -153,7 +155,7 @@ def bench_serve(
 
 
 def read_rates(text: str) -> list[float]:
-    """The rates in a list with commas, ascending. Raises BadInput."""
+    """Parse rates in requests per second, separated by commas. Returns them in ascending order. Raises BadInput."""
     try:
         values = sorted(float(part) for part in text.split(","))
     except ValueError:
@@ -164,6 +166,7 @@ def read_rates(text: str) -> list[float]:
 
 
 def _folder_of(spec: DeploymentSpec) -> Path:
+    """Return the folder of weights that `model.init` names. Raises BadInput for `scratch`."""
     source, _, folder = spec.model.init.partition(":")
     if source == "scratch":
         expected = "expected --model FOLDER, or hf:DIR or checkpoint:DIR in the file, for the weights to serve"
@@ -173,9 +176,13 @@ def _folder_of(spec: DeploymentSpec) -> Path:
 
 
 def _check_model(question: LocatedValues[DeploymentSpec], served: ModelSpec, folder: Path) -> None:
-    """Raise BadConfig unless the dimensions of the model in `folder` are those of the file."""
+    """Raise BadConfig unless the dimensions in the file are those of `served`, the model in `folder`."""
     differences: dict[Position, BadInput] = {}
-    """By position: the dimensions of a preset have that of its name, where one difference says enough."""
+    """Differences by their position in the file.
+
+    If a preset gives the dimensions, all of them have the position of the preset's name, and one difference is enough
+    there.
+    """
     for name in SAME_DIMENSIONS:
         theirs = getattr(served, name)
         ours = getattr(question.value.model, name)
@@ -196,11 +203,12 @@ def _check_file(
 
 
 def _check_deployment(deployment: Deployment, model: ModelSpec, cluster: ClusterSpec, source: str) -> None:
-    """Raise BadInput for a deployment that this host cannot serve, or the simulator cannot predict; `source` is its file."""
+    """Raise BadInput if this host cannot serve the deployment or the simulator cannot predict it. `source` is the deployment's file."""
     call_all(lambda: check_deployment(deployment, model), lambda: _check_instances(deployment, cluster, source))
 
 
 def _check_instances(deployment: Deployment, cluster: ClusterSpec, source: str) -> None:
+    """Raise BadInput if the roles of the instances cannot be simulated together, or if this host has too few devices."""
     with attach_key("instances"):
         if len(roles := {instance.role for instance in deployment.instances}) > 1 and "both" in roles:
             listed = ", ".join(instance.role for instance in deployment.instances)
@@ -210,7 +218,7 @@ def _check_instances(deployment: Deployment, cluster: ClusterSpec, source: str) 
 
 
 def _costs(spec: DeploymentSpec) -> ServeCosts | None:
-    """The costs that predict this deployment; None, with a remark, where the device's rates are not known."""
+    """Return the costs from which the test is predicted. If the device's speeds are not known, print a remark and return None."""
     from meshwright.costs.serve_costs import ServeCosts
 
     try:
@@ -228,6 +236,7 @@ def _planned(spec: DeploymentSpec, requests: Sequence[TimedRequest]) -> Deployme
 
 
 def _rates_of(deployment: Deployment) -> list[float]:
+    """Return the default rates in requests per second: SHARES of the predicted goodput. Raises BadInput if no goodput is predicted."""
     if deployment.predicted is None or not deployment.predicted.goodput_per_gpu:
         raise BadInput("--rates: expected requests per second to test, as the deployment has no predicted goodput")
     whole = deployment.predicted.goodput_per_gpu * deployment.devices
@@ -236,20 +245,27 @@ def _rates_of(deployment: Deployment) -> list[float]:
 
 @dataclass
 class _Test:
+    """A load test of a deployment at several rates."""
+
     spec: DeploymentSpec
+    """The question that the user asked: model, cluster, workload and limits."""
     deployment: Deployment
     costs: ServeCosts | None
+    """The costs for the prediction; None if there is no prediction."""
     model: ModelSpec
-    """The model of the weights."""
+    """The model in the folder of weights."""
     plan: Path | None
-    """The deployment's file; None: it was planned."""
+    """The file of the deployment; None if the planner made it."""
     folder: Path
-    """Folder of the weights."""
+    """The folder of weights."""
     report: LoadReport | None = None
-    """The results; None until a rate is tested and the test ends."""
+    """The results. None until the first rate is tested and the test has ended."""
     _results: list[RateResult] = field(default_factory=list)
+    """The result of each rate tested so far."""
     _starts: list[float] = field(default_factory=list)
+    """When each rate began, in seconds since the first one began."""
     _gauges: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
+    """What the servers reported: (seconds since the first rate began, index of the instance, gauges by name)."""
     _served: list[ServedDeployment] = field(default_factory=list)
     """The simulation of each rate."""
 
@@ -261,11 +277,16 @@ class _Test:
         tell: Callable[[str], None],
         write: Callable[[LoadReport], None],
     ) -> None:
-        """Serve the model and test all rates; `tell` receives a line about each as soon as it is tested.
+        """Start the servers and test all rates.
 
-        `write` receives the report before the servers are stopped, also if the test ends before its last rate.
+        - `requests`: the workload. At each rate, a sample of it is sent for about `seconds`, of at least
+          FEWEST_REQUESTS requests.
+        - `rates`: requests per second.
+        - `tell`: receives one line about each rate once it is tested.
+        - `write`: receives the report before the servers are stopped. It does so even if the test ends before its last
+          rate.
 
-        Raises KeyboardInterrupt, and MeshwrightError if a server ends or no request is answered.
+        Raises KeyboardInterrupt, and MeshwrightError if a server ends or if no request is answered.
         """
         from meshwright.server.deployment_servers import deployment_servers
 
@@ -293,6 +314,7 @@ class _Test:
         seconds: float,
         tell: Callable[[str], None],
     ) -> None:
+        """Replay the workload at each rate in turn, and store the result, the simulation and the gauges of the servers."""
         from meshwright.planner.deployment_goodput import RequestSample
 
         begin = 0.0
@@ -310,6 +332,12 @@ class _Test:
             tell(_line(result))
 
     def _replay(self, running: RunningDeployment, sample: Sequence[TimedRequest], name: str) -> LoadTest:
+        """Send the requests of `sample` at their times and return the test.
+
+        Raises CommunicationFailure if a server ends.
+
+        Tests of different names have different prompts, so that no prefix cache has the prompts of an earlier test.
+        """
         from meshwright.server.load_client import LoadTest
 
         test = LoadTest([running.url], self.model.vocab_size, name=name)
@@ -320,7 +348,7 @@ class _Test:
     def _result(
         self, rate: float, test: LoadTest, sample: Sequence[TimedRequest]
     ) -> tuple[RateResult, ServedDeployment | None]:
-        """Return the result of a rate, and its simulation if there are costs."""
+        """Return the result of a rate, and its simulation if there are costs. Raises BadInput if every request failed."""
         import numpy as np
 
         from meshwright.observe.load_report import RateResult
@@ -341,7 +369,12 @@ class _Test:
         return RateResult(rate, len(entries), failed["failed"], measured, predicted), served
 
     def _figures(self, ttft: np.ndarray, tpot: np.ndarray) -> LatencyFigures:
-        """Attainment and quantiles, without the first and the last requests, as the planner counts."""
+        """Return attainment and quantiles of latencies.
+
+        `ttft` and `tpot` are in seconds, `(requests,)`, in the order of arrival.
+
+        The first and the last requests are left out (the fraction WARM_UP of each), as the planner does.
+        """
         import numpy as np
 
         from meshwright.observe.load_report import LatencyFigures
@@ -359,6 +392,7 @@ class _Test:
         return LatencyFigures(float(met.mean()), *quantiles)
 
     def _report(self, instances: Sequence[RunningInstance], missing: Sequence[float], why: str) -> LoadReport:
+        """Return the report of the rates that were tested. `missing` are the rates that were not, and `why` says why not."""
         from meshwright.observe.load_report import LoadReport
         from meshwright.spec.deployment import deployment_name
         from meshwright.spec.model import parameter_count
@@ -373,7 +407,7 @@ class _Test:
             goal=limits.attainment,
             limits=f"{limits.attainment:.0%} within {limits.ttft_seconds:g} s to the first token, {limits.tpot_seconds:g} s a further one",
             rates=self._results,
-            starts=self._starts[: len(self._results)],  # an interrupted rate may have one
+            starts=self._starts[: len(self._results)],  # A rate that was interrupted may have a start but no result.
             timelines=[self._timeline(index, instance) for index, instance in enumerate(instances)],
             why=self.deployment.why,
             missing=missing,
@@ -381,6 +415,7 @@ class _Test:
         )
 
     def _timeline(self, index: int, instance: RunningInstance) -> InstanceTimeline:
+        """Return running requests and cache use of one instance over the time of the test, measured and predicted."""
         from meshwright.observe.load_report import InstanceTimeline
 
         own = [(time, gauges) for time, of, gauges in self._gauges if of == index]
@@ -398,7 +433,7 @@ class _Test:
         )
 
     def _predicted(self, instance: RunningInstance, times: Sequence[float]) -> list[Occupancy]:
-        """Return the simulated occupancy of an instance at these times of the test; empty without a prediction."""
+        """Return the simulated occupancy of an instance at `times`, in seconds since the test began. Empty without a prediction."""
         if not self._served:
             return []
         roles = [entry.role for entry in self.deployment.instances for _ in range(entry.count)]
@@ -413,7 +448,7 @@ class _Test:
 
 
 async def _checked(test: Coroutine[Any, Any, None], running: RunningDeployment) -> None:
-    """Wait for the end of a test. Raises CommunicationFailure once a server has ended, KeyboardInterrupt after SIGTERM."""
+    """Wait until the test has ended. Raises CommunicationFailure if a server ends, KeyboardInterrupt after SIGTERM."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(test)
     received: list[int] = []
@@ -423,7 +458,8 @@ async def _checked(test: Coroutine[Any, Any, None], running: RunningDeployment) 
         received.append(number)
         loop.call_soon_threadsafe(task.cancel)
 
-    previous = signal.signal(signal.SIGTERM, stop)  # asyncio logs exceptions that a handler raises inside a request
+    # The handler does not raise, because asyncio would log an exception raised while it handles a request.
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         while not (await asyncio.wait([task], timeout=CHECK_SECONDS))[0]:
             running.check()
@@ -435,6 +471,7 @@ async def _checked(test: Coroutine[Any, Any, None], running: RunningDeployment) 
 
 
 def _line(result: RateResult) -> str:
+    """Return one line about the result of a rate."""
     predicted = "" if result.predicted is None else f", predicted {result.predicted.attainment:.1%}"
     figures = result.measured
     times = f"{duration(figures.ttft_p90)}, of TPOT {duration(figures.tpot_p90)}"
@@ -442,6 +479,7 @@ def _line(result: RateResult) -> str:
 
 
 def _as_plain(deployment: Deployment, report: LoadReport, out: Path) -> dict[str, Any]:
+    """Return the results as JSON values, for `--json`."""
     rates = [to_plain(result) for result in report.rates]
     instances = to_plain(deployment.instances)
     return {"instances": instances, "rates": rates, "missing": list(report.missing), "report": str(out)}

@@ -1,4 +1,4 @@
-"""`meshwright cache`: host memory in which servers share the cache blocks of prompts."""
+"""`meshwright cache`: runs a store in host memory in which servers share the cache blocks of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwright chaos`: disturbs a short run on purpose and says whether the promise about that disturbance was kept."""
+"""`meshwright chaos`: disturbs a short run on purpose, and tells whether the promise about that disturbance was kept."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ def chaos(
 
 
 def _progress() -> Callable[[str], None]:
-    """A function that prints a line on stderr at once, after the seconds since now."""
+    """Return a function that prints a line on stderr at once. Each line begins with the seconds since this call."""
     began = time.monotonic()
     return lambda text: print(f"{time.monotonic() - began:7.1f} s  {text}", file=sys.stderr, flush=True)

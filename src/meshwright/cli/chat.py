@@ -29,10 +29,13 @@ COMMANDS = {
     "/system": "TEXT: begin anew with this system prompt; without TEXT with none",
     "/quit": "end (as Ctrl-D, or Ctrl-C twice)",
 }
+"""Commands that the user may type, with their help."""
 PROMPT = "> "
+"""Shown before the user's message."""
 TEMPERATURE = 0.7
+"""Default temperature, if the model's generation_config.json gives none."""
 NEW_TOKENS = 1024
-"""Of answers, where neither an option nor the model's generation_config.json says otherwise; fewer tokens where the context ends."""
+"""Default of the most new tokens of an answer. An answer also ends where the context of the model ends."""
 
 
 def chat(
@@ -113,19 +116,22 @@ class ChatConversation:
 
     @property
     def system(self) -> str | None:
-        """The system prompt."""
+        """The system prompt; None if there is none."""
         return self._system
 
     def reset(self, system: str | None) -> None:
-        """Begin anew with this system prompt."""
+        """Forget all messages and begin again with this system prompt."""
         self._system = system
         self.messages: list[Message] = messages_of(system)
 
     def answer(self, text: str, show: Callable[[str], object]) -> str:
-        """Add a message of the user and the answer to it; returns why that ended: stop, length or abort.
+        """Add a message of the user and the model's answer to the chat.
 
-        Ctrl-C stops the answer, of which the chat keeps what has come; a second one raises KeyboardInterrupt. Raises BadInput, and
-        adds nothing, if the template or the model's context does not take the chat.
+        Returns why the answer ended: stop, length or abort.
+
+        `show` receives the answer in parts while it is generated. Ctrl-C stops the answer, and the chat keeps the part
+        that was generated. A second Ctrl-C raises KeyboardInterrupt. Raises BadInput if the template refuses the chat
+        or if the chat is longer than the context; then nothing is added.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         number = self._engine.submit(
@@ -144,7 +150,10 @@ class ChatConversation:
         return reason
 
     def take_back(self) -> str | None:
-        """Remove the last message of the user and its answer; returns that message, None without one. The next seed is another."""
+        """Remove the last message of the user and its answer, and return that message. None if there is none.
+
+        The seed of the next answer is another one, so the same message gets another answer.
+        """
         if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
             return None
         *self.messages, question, _ = self.messages
@@ -153,7 +162,7 @@ class ChatConversation:
 
 
 def talk(conversation: ChatConversation, read: Callable[[], str | None]) -> None:
-    """Answer the lines that `read` returns until it returns None or the user ends the chat."""
+    """Answer the lines that `read` returns, until it returns None or the user ends the chat."""
     while (line := read()) is not None:
         typed = line.strip()
         if typed == "/quit":
@@ -170,10 +179,11 @@ def talk(conversation: ChatConversation, read: Callable[[], str | None]) -> None
 
 
 _END_NOTES = {"length": "[the answer is cut: --tokens or the model's context]", "abort": "[stopped]"}
+"""Remarks below an answer that did not end with an end token, by the reason."""
 
 
 def _obey(conversation: ChatConversation, text: str) -> str | None:
-    """Carry out a command; returns a message to answer, or None."""
+    """Do what a command says. `text` begins with the command. Returns the message to answer, or None if there is none."""
     command, _, rest = text.partition(" ")
     if command == "/reset":
         conversation.reset(conversation.system)
@@ -193,7 +203,7 @@ def _obey(conversation: ChatConversation, text: str) -> str | None:
 
 
 def read_line() -> str | None:
-    """The next message from the terminal; None at its end, or after Ctrl-C twice."""
+    """Read the next message from the terminal. None at the end of input, or after Ctrl-C was pressed twice."""
     lines = []
     interrupts = 0
     while True:
@@ -216,13 +226,13 @@ def read_line() -> str | None:
 
 
 def _piped_line() -> str | None:
-    """The next line of an input that is no terminal; None at its end."""
+    """Read the next line of an input that is not a terminal. None at its end."""
     return sys.stdin.readline() or None
 
 
 @contextmanager
 def _first_interrupt(act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` at the first Ctrl-C of a block; the second one raises KeyboardInterrupt."""
+    """A context in which the first Ctrl-C calls `act`, and the second one raises KeyboardInterrupt."""
     seen = False
 
     def interrupt(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Chats as prompts for the engine in this process, written as the server writes them."""
+"""Writes chats as prompts for the engine in this process, with the same code as the server."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from meshwright.server.model_files import ModelFiles
 
 Message = Mapping[str, str]
+"""A message of a chat, with `role` and `content`."""
 
 
 class ChatPrompts:
-    """Renders chats with the template of one model."""
+    """Writes chats with the template of one model."""
 
     def __init__(self, folder: Path, files: ModelFiles) -> None:
-        """Raises BadInput if the folder has no template, or one that cannot be used."""
+        """Raises BadInput if the folder has no chat template or an unusable one, and if jinja2 is not installed."""
         if files.chat_template is None:
             raise BadInput(
                 f"{folder} has no chat template (chat_template.jinja, or `chat_template` in tokenizer_config.json); write one to "
@@ -35,17 +36,21 @@ class ChatPrompts:
         self._spelled = SpelledTokens(files.tokenizer, files.special_tokens.values())
 
     def ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The token ids of a chat up to the beginning of the next answer. Raises BadInput if the template refuses it.
+        """Return the token ids of a chat up to the beginning of the next answer.
 
-        A special token that a message spells stays text.
+        Raises BadInput if the template refuses the chat.
+
+        If a message contains the spelling of a special token, it is encoded as ordinary text.
         """
         with _refusals():
             return tuple(self._spelled.encode(self._spelled.write(self._template.render, list(messages))))
 
     def text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
-        """The text of a chat up to the beginning of the next answer, or within its last message if it `continues`.
+        """Return the text of a chat up to the beginning of the next answer.
 
-        Raises BadInput if the template refuses it.
+        With `continues`, the last message is left open instead.
+
+        Raises BadInput if the template refuses the chat.
         """
         with _refusals():
             return (self._template.continued if continues else self._template.render)(list(messages))
@@ -53,7 +58,7 @@ class ChatPrompts:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raise the template's refusals as BadInput."""
+    """A context that turns refusals of the template into BadInput."""
     from meshwright.server.errors import RequestError
 
     try:
@@ -63,6 +68,6 @@ def _refusals() -> Iterator[None]:
 
 
 def messages_of(system: str | None, *texts: str) -> list[Message]:
-    """A chat with these texts of the user, behind a system prompt if there is one."""
+    """Return a chat with these texts as messages of the user. If there is a system prompt, it comes first."""
     head = [] if system is None else [{"role": "system", "content": system}]
     return [*head, *({"role": "user", "content": text} for text in texts)]

@@ -1,4 +1,4 @@
-"""`meshwright check`: every mistake that can be detected before a run starts."""
+"""`meshwright check`: finds every mistake that can be found before a run starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def find_mistakes(
     note: Callable[[str], None] = say,
     fresh: bool = False,
 ) -> tuple[list[Mistake], int]:
-    """Every mistake of the run that the command line describes, and the exit code; other parameters as in `Refusals`."""
+    """Return every mistake of the run that the command line describes, and the exit code of the gravest.
+
+    `known` is an error that was raised already; `note` and `fresh` are as in `Refusals`.
+    """
     from meshwright.launch.refusals import Refusals
 
     reading = read(arguments, runs)
@@ -64,7 +67,7 @@ def find_mistakes(
 
 
 def _mistakes_of(reading: RunReading, refusals: Refusals) -> tuple[list[Mistake], int]:
-    """The mistakes of a run and those that only a start would find, in the order of the file, and the exit code."""
+    """Return the mistakes in the keys and those that only a start would find, in the order of the file, and the exit code."""
     from meshwright.config.reading import in_reading_order
 
     mistakes = in_reading_order([*reading.mistakes, *refusals.refusals], reading.shown)
@@ -73,7 +76,7 @@ def _mistakes_of(reading: RunReading, refusals: Refusals) -> tuple[list[Mistake]
 
 @contextmanager
 def report_all_mistakes(arguments: list[str] | None, runs: Path, *, fresh: bool = False) -> Iterator[None]:
-    """Report every mistake of the run, as `check` does, when the block raises an error about it."""
+    """A context: if its block raises an error about the run, all mistakes of the run are reported, as `check` does."""
     try:
         yield
     except MeshwrightError as error:

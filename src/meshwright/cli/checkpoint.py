@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: list, verify, compare and prune checkpoints, convert them from and to Hugging Face folders."""
+"""`meshwright checkpoint`: lists, verifies, compares, prunes and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CheckpointFolder = Annotated[
 
 
 class Format(StrEnum):
-    """Number formats a Hugging Face folder can be written in."""
+    """Number formats in which a Hugging Face folder can be written."""
 
     bf16 = "bf16"
     fp32 = "fp32"
@@ -277,6 +277,7 @@ def _checkpoint_records(folder: Path, *, contents: bool) -> list[dict[str, Any]]
 
 
 def _print(records: list[dict[str, Any]], as_json: bool) -> None:
+    """Print one line for each checkpoint, and below it one line for each damage of a committed checkpoint."""
     if as_json:
         print(json.dumps({"checkpoints": records}))
         return
@@ -291,6 +292,7 @@ def _print(records: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def _line(record: dict[str, Any]) -> str:
+    """Return one line about a checkpoint: path, size, and whether it is complete."""
     path = Path(record["path"])
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     bad = "DAMAGED" if record["committed"] else "never committed, not loaded"
@@ -300,13 +302,13 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _is_newer(record: dict[str, Any]) -> bool:
-    """Whether a later release wrote the checkpoint of a record in a format that this one cannot read."""
+    """Return whether a later release wrote this checkpoint, in a format that this release cannot read."""
     return any(damage["kind"] == "format" for damage in record["damaged"])
 
 
 @contextmanager
 def _disk_errors(doing: str) -> Iterator[None]:
-    """Convert errors of the operating system to errors with a sentence and an exit code."""
+    """A context that turns errors of the operating system into errors with a sentence and an exit code."""
     from meshwright.spec.failures import as_meshwright_error
 
     try:

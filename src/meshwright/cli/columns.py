@@ -1,4 +1,4 @@
-"""Tables of plain text for terminals and files."""
+"""Formats tables as plain text, for terminals and files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ NARROWEST = 10
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), columns: int | None = None) -> Iterator[str]:
-    """The lines of a table, two spaces between columns; the columns `right` end at their right edge. Nothing is cut.
+    """Yield the lines of a table. Two spaces separate the columns. Cells are never shortened.
 
-    With `columns`, the width of a terminal, cells of the last column are broken between words and go on below their begin.
+    `right` has the numbers of the columns that are aligned to the right; the others are aligned to the left.
+    With `columns`, the width of a terminal, cells of the last column are broken between words and continue below their beginning.
 
     >>> list(aligned([("name", "plan"), ("tiny", "FSDP 8 (ZeRO-2 and 3)")], columns=20))
     ['name  plan', 'tiny  FSDP 8 (ZeRO-2', '      and 3)']

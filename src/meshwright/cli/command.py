@@ -1,4 +1,4 @@
-"""A command of the command line: overrides with dashes, and hints for options of other programs."""
+"""The class of all commands of the command line: accepts overrides with dashes, and gives hints about options of other programs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.foreign_words import option_hint
 
 _DOTTED = re.compile(r"--[a-z_]+\.[^\s=]+=", re.IGNORECASE)
+"""An override that is written like an option, such as `--train.steps=200`."""
 
 
 class Command(TyperCommand):
-    """A command that takes `--train.steps=200` as `train.steps=200`, if it takes KEY=VALUE arguments."""
+    """A command. If it takes KEY=VALUE arguments, it accepts `--train.steps=200` and reads it as `train.steps=200`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Overrides that begin with dashes lose them, and an unknown option of another program gets a hint."""
         takes_keys = any("KEY=VALUE" in (getattr(each, "metavar", None) or "") for each in self._arguments())
         if takes_keys:
             end = args.index("--") if "--" in args else len(args)
             args = [word[2:] if number < end and _DOTTED.match(word) else word for number, word in enumerate(args)]
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:  # NoSuchOption is click's, or a copy inside typer
+        # NoSuchOption is a class of click, or of a copy of click inside typer, so its attribute is tested instead.
+        except Exception as error:
             name = getattr(error, "option_name", None)
             if not isinstance(name, str) or name in self._options():
                 raise
@@ -33,7 +36,11 @@ class Command(TyperCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. A pipe that breaks is one to another process, and no reader of the output, as typer takes it for."""
+        """Run the command, and turn a BrokenPipeError into an error of this program.
+
+        Typer would assume that the reader of standard output is gone and would end without a message. But here it is a
+        pipe to another process.
+        """
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:
@@ -47,7 +54,7 @@ class Command(TyperCommand):
 
 
 def _is_key(name: str) -> bool:
-    """Whether a run file has the dotted key `name`."""
+    """Return whether a run file has a key with the dotted name `name`."""
     from meshwright.config.schema import all_keys
     from meshwright.spec.run import RunSpec
 

@@ -1,4 +1,4 @@
-"""`meshwright compare`: several runs beside one another, in the terminal and as a page."""
+"""`meshwright compare`: compares several runs side by side, in the terminal and on an HTML page."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshwright.observe.comparison import ComparedRun
 
 PAGE = "compare.html"
+"""Default name of the page. It is written into the folder that contains the first run."""
 
 
 def compare(
@@ -75,7 +76,7 @@ def compare(
 
 
 def compared_runs(folders: Sequence[Path]) -> list[ComparedRun]:
-    """The runs in these folders, each once, as they are now."""
+    """Return the runs in these folders with their present state and figures. A folder that is named twice appears once."""
     from meshwright.launch.run_figures import RunFigureReader
     from meshwright.launch.run_list import run_state
     from meshwright.observe.comparison import ComparedRun, names_of
@@ -89,12 +90,12 @@ def compared_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 
 
 def plain_run(run: ComparedRun) -> dict[str, object]:
-    """JSON values of a compared run."""
+    """Return a compared run as JSON values."""
     results = [{"task": result.get("task"), "metrics": result["metrics"]} for result in run.folder.benchmarks]
     return {"name": run.name, "folder": str(run.folder.path), "state": run.state, **run.figures, "benchmarks": results}
 
 
 def print_beside(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """Print a table with a column for each run."""
+    """Print a table with one column for each run. A row is its label and one text for each run."""
     for line in aligned([("", *names), *((label, *texts) for label, texts in rows)], right=range(1, len(names) + 1)):
         print(line)

@@ -1,4 +1,4 @@
-"""`meshwright data`: prepare text for training, and show what a step reads."""
+"""`meshwright data`: prepares text for training, and shows what a training step reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ app = typer.Typer(help="Prepare text for training, and show what a training step
 
 
 class Unended(StrEnum):
-    """What happens to answers of chats that do not end with a special token."""
+    """What to do if answers of chats do not end with a special token."""
 
     refuse = "refuse"
     accept = "accept"
@@ -78,7 +78,7 @@ VerifyOption = Annotated[
 
 
 class Encoder(StrEnum):
-    """The program that encodes text."""
+    """Which program encodes text."""
 
     auto = "auto"
     tokenizers = "tokenizers"
@@ -129,7 +129,7 @@ EncoderOption = Annotated[
 
 
 class OnBad(StrEnum):
-    """Action for a document that cannot be used."""
+    """What to do with a document that cannot be used."""
 
     skip = "skip"
     refuse = "refuse"
@@ -148,7 +148,8 @@ def prepare_command(
     tokenizer: Annotated[
         str,
         typer.Option(
-            "--tokenizer",  # typer from 0.27 names an option as its placeholder if both are one word
+            # Without an explicit name, typer from 0.27 uses the option's name as its placeholder if both are one word.
+            "--tokenizer",
             metavar="TOKENIZER",
             help="A tokenizer.json, a folder that has one, or train:SIZE to train one on these inputs, for example "
             "train:32000.",
@@ -417,7 +418,7 @@ def lengths_command(
 def _open_target(
     target: Path, seq_len: int | None, global_batch: int | None, seed: int | None
 ) -> tuple[DataSource, TrainSpec]:
-    """The data of a run file, run folder or data directory, and the settings that give the samples of its steps."""
+    """Open the data of a run file, a run folder or a data directory. The second value has the settings of a step, such as the batch."""
     from meshwright.data.source import open_data, preference_of
     from meshwright.spec.job import DataSpec, TrainSpec
 
@@ -441,7 +442,7 @@ def _open_target(
 
 
 def _show_prepared(prepared: PreparedCorpus, verify: bool, as_json: bool) -> None:
-    """Print what was left out and what was written. With `verify` compare the digests first; raises Damaged."""
+    """Print what was left out and what was written. With `verify`, compare the files with their digests first; raises Damaged."""
     from meshwright.data.manifest import verify as verify_directory
     from meshwright.spec.errors import Damaged
 
@@ -455,11 +456,13 @@ def _show_prepared(prepared: PreparedCorpus, verify: bool, as_json: bool) -> Non
 
 
 def _say_left_out(left_out: LeftOut) -> None:
+    """Print what was left out on stderr."""
     if lines := left_out.lines():
         sys.stderr.write("\n".join(["left out:", *lines, ""]))
 
 
 def _part_summary(prepared: PreparedPart) -> dict[str, Any]:
+    """Return the result of `data prepare --part` as JSON values."""
     left_out = prepared.left_out
     return {
         "out": str(prepared.out),
@@ -473,6 +476,7 @@ def _part_summary(prepared: PreparedPart) -> dict[str, Any]:
 
 
 def _part_sentences(prepared: PreparedPart) -> str:
+    """Return the result of `data prepare --part` in lines of text."""
     number = prepared.part.number
     count = prepared.part.count
     first = "already prepared by this command: part" if prepared.reused else "prepared part"
@@ -483,6 +487,7 @@ def _part_sentences(prepared: PreparedPart) -> str:
 
 
 def _summary(prepared: PreparedCorpus) -> dict[str, Any]:
+    """Return the result of a preparation as JSON values."""
     splits = {
         split: {"documents": manifest.documents, "tokens": manifest.tokens, "text_bytes": manifest.text_bytes}
         for split, manifest in prepared.manifests.items()
@@ -508,11 +513,12 @@ def _summary(prepared: PreparedCorpus) -> dict[str, Any]:
 
 
 def _ends(answers: AnswerEnds) -> dict[str, int]:
-    """How many answers each token ends, by its text."""
+    """Return the number of answers that each token ends, by the token's text."""
     return {token.text: count for token, count in answers.counts.items()}
 
 
 def _sentences(prepared: PreparedCorpus) -> str:
+    """Return the result of a preparation in lines of text, ending with the line of a run file that uses the corpus."""
     from meshwright.data.left_out import not_read_words
     from meshwright.data.removed import REPORT, removed_words
 
@@ -551,6 +557,7 @@ def _sentences(prepared: PreparedCorpus) -> str:
 
 
 def _step_lines(shown: dict[str, Any]) -> str:
+    """Return the samples of a step in lines of text. `shown` is the result of `show_step`. Trained text is between « and »."""
     from meshwright.data.conversations import PackingCounts
 
     lines = [f"{name}: {PackingCounts(**counts)}" for name, counts in shown.get("packing", {}).items()]
@@ -569,5 +576,5 @@ def _step_lines(shown: dict[str, Any]) -> str:
 
 
 def _weight(part: dict[str, Any]) -> str:
-    """The weight of a part of a text in the loss, if it has another than 1."""
+    """Return the weight of a trained part in the loss, as text. Empty if the weight is 1."""
     return f"×{part['weight']:g}" if part.get("weight", 1.0) != 1 else ""

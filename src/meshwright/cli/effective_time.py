@@ -1,4 +1,8 @@
-"""The effective training time of `meshwright simulate` and `meshwright plan`, for a terminal and as JSON."""
+"""Shows the predicted effective training time for `meshwright simulate` and `meshwright plan`, in a terminal and as JSON.
+
+The effective training time is the fraction of the time of a run that is spent on training steps that are not lost by
+failures.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,14 @@ if TYPE_CHECKING:
     from meshwright.simulator.supervised import SupervisedTime
 
 NO_PREDICTION = "not predicted: it needs periodic checkpoints (checkpoint.every) and a known step time"
+"""Text in place of a prediction."""
 
 
 def effective_answer(prediction: EffectiveTime | None, *, played: bool) -> dict[str, Any] | None:
-    """The prediction as plain values; `played` adds a simulation and other answers to a lost host."""
+    """Return the prediction as JSON values; None if there is none.
+
+    With `played`, it also has the result of a simulation, and of other ways to react to the loss of a host.
+    """
     from meshwright.spec.fields import to_plain
 
     if prediction is None:
@@ -27,7 +35,7 @@ def effective_answer(prediction: EffectiveTime | None, *, played: bool) -> dict[
 
 
 def show_effective(prediction: EffectiveTime | None, *, played: bool) -> None:
-    """Print the prediction; `played` adds formula, inputs, a simulation and other answers to a lost host."""
+    """Print the prediction. With `played`, also print the formula, its inputs, and the results of simulations."""
     from rich.console import Console
 
     from meshwright.planner.effective_time import effective_sentence
@@ -42,6 +50,7 @@ def show_effective(prediction: EffectiveTime | None, *, played: bool) -> None:
 
 
 def _show_inputs(console: Any, prediction: EffectiveTime) -> None:
+    """Print the formula, its inputs by class of failure, and the results of the simulations."""
     from rich.table import Table
 
     model = prediction.model
@@ -67,7 +76,12 @@ def _show_inputs(console: Any, prediction: EffectiveTime) -> None:
 
 
 def _played(prediction: EffectiveTime) -> tuple[float, list[dict[str, Any]]]:
-    """The simulated effective time, and that of other answers to a lost host beside the closed form."""
+    """Return the effective time by simulation, and the other ways to react to the loss of a host:
+
+    `{name, effective, simulated}` for each.
+
+    `effective` is by the formula, `simulated` by the simulation; both are fractions from 0 to 1.
+    """
     from meshwright.planner.effective_time import host_loss_alternatives
     from meshwright.policies.effective_time import effective_time
     from meshwright.simulator.failures import simulate_failures
@@ -80,7 +94,10 @@ def _played(prediction: EffectiveTime) -> tuple[float, list[dict[str, Any]]]:
 
 
 def _supervised(prediction: EffectiveTime) -> SupervisedTime | None:
-    """The simulation with the supervisor's decisions; None for a run that continues on fewer hosts."""
+    """Return the result of a simulation that makes the decisions of the supervisor.
+
+    None if the run continues on fewer hosts after a loss.
+    """
     from meshwright.simulator.supervised import simulate_supervised
 
     model = prediction.model

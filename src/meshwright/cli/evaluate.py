@@ -1,4 +1,4 @@
-"""`meshwright eval`: loss, perplexity and bits per byte of a model on held-out text."""
+"""`meshwright eval`: measures the loss, perplexity and bits per byte of a model on held-out text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AdapterFolder = Annotated[
 ]
 
 _OF_MODELS = ("config.yaml", "config.json", "checkpoints")
-"""Files and folders, of which a model's folder has at least one."""
+"""Files and folders that identify the folder of a model: it has at least one of them."""
 
 
 def evaluate(
@@ -114,6 +114,7 @@ def evaluate(
 
 
 def _of_pairs(result: Evaluation) -> str:
+    """Return the result of comparing pairs of answers, in words. A reward model is compared by scores, others by log-probabilities."""
     figures = result.preferences
     lengths = f"{figures['chosen_tokens']:.1f} and {figures['rejected_tokens']:.1f} tokens"
     if "calibration_error" in figures:
@@ -139,7 +140,7 @@ def _evaluate(
     plan: Path | None,
     adapter: Path | None,
 ) -> Evaluation:
-    """The evaluation of `weights`, a checkpoint of the run `model`, or `model` itself."""
+    """Evaluate `weights`, which is a checkpoint of the run in `model`, or the Hugging Face folder `model` itself."""
     from meshwright.checkpoint.models.single_device import device_and_dtype, load_model
     from meshwright.config.load import load_resolved
     from meshwright.data.loader import open_data
@@ -190,7 +191,7 @@ def _evaluate(
 
 
 def _has_pairs(run: RunSpec | None, spec: DataSpec) -> bool:
-    """Whether the validation data are pairs of answers. Raises BadInput for labelled answers, which are not compared."""
+    """Return whether the validation data are pairs of answers. Raises BadInput if they are labelled answers, which cannot be compared."""
     from meshwright.data.manifest import held_out_beside
     from meshwright.data.source import preference_of
 
@@ -206,7 +207,7 @@ def _has_pairs(run: RunSpec | None, spec: DataSpec) -> bool:
 
 
 def check_format(model: Path, spec: DataSpec, seq_len: int) -> None:
-    """Raise BadInput if the texts of the validation data have another format than those of the model."""
+    """Raise BadInput if the text format of the validation data differs from that of the model."""
     from meshwright.data.source import open_data
     from meshwright.data.text_format import known_text_format
 
@@ -225,7 +226,10 @@ def check_format(model: Path, spec: DataSpec, seq_len: int) -> None:
 
 
 def _loss_in_chunks(model: Decoder, length: int) -> Callable[[MicroBatch], Tensor]:
-    """The summed loss of a micro-batch of texts of `length` tokens, which would need much memory as a whole."""
+    """Return a function that returns the summed loss of a micro-batch of sequences with `length` tokens.
+
+    It evaluates the sequences in chunks, because whole ones would need much memory.
+    """
     from meshwright.serve import text_losses
 
     losses = text_losses.TextLosses(model, context=length, chunk=text_losses.CHUNK_TOKENS)

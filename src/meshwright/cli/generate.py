@@ -1,4 +1,4 @@
-"""`meshwright generate`: sample text from a model."""
+"""`meshwright generate`: continues prompts with a model."""
 
 from __future__ import annotations
 
@@ -36,51 +36,55 @@ if TYPE_CHECKING:
     from meshwright.spec.engine import EngineOptions
 
 MOST_AT_ONCE = 64
-"""Prompts that are continued at the same time."""
+"""Maximum number of prompts that are continued at the same time."""
 DRAFT_TOKENS = 4
-"""Draft tokens of a draft model in a step, without `--speculate`."""
+"""Default number of draft tokens in a step if there is a draft model."""
 
 
 class Drafting(NamedTuple):
-    """Speculative decoding: draft tokens of a text in a step at most, and who proposes them; prompt lookup without either."""
+    """Settings of speculative decoding. If there is neither a draft model nor `mtp`, drafts come from prompt lookup."""
 
     tokens: int = 0
+    """Maximum number of draft tokens of a sequence in a step. 0 switches speculative decoding off."""
     model: Path | None = None
     """Folder of a draft model."""
     mtp: bool = False
-    """The model's modules for multi-token prediction."""
+    """Whether the modules for multi-token prediction of the model itself propose drafts."""
 
     @property
     def modules(self) -> int:
-        """Prediction modules that propose drafts."""
+        """Number of prediction modules that propose drafts. Each proposes one token."""
         return self.tokens if self.mtp else 0
 
 
 class MatmulFlags(StrEnum):
-    """Formats of matmuls with weights, narrower than the model's dtype."""
+    """Formats that `--weights` offers for the matmuls with the model's weights. They are narrower than the model's dtype."""
 
     FP8 = "fp8"
     INT8 = "int8"
 
 
 class CacheFormat(StrEnum):
-    """Formats of cached keys and values, narrower than the model's dtype."""
+    """Formats that `--kv-cache` offers for cached keys and values. They are narrower than the model's dtype."""
 
     FP8 = "fp8"
 
 
 class Int8Format(StrEnum):
-    """Formats of tokens on their way to experts."""
+    """Formats that `--expert-dispatch` offers for the hidden states that are sent to experts on other devices."""
 
     INT8 = "int8"
 
 
 class EngineFormats(NamedTuple):
-    """Formats of the engine, as in `serve.engine.EngineOptions`."""
+    """Formats with which the engine computes, as in `serve.engine.EngineOptions`."""
 
     weights: MatmulFlags | None = None
+    """Format of the matmuls with weights; None for the model's dtype."""
     kv_cache: CacheFormat | None = None
+    """Format of cached keys and values; None for the model's dtype."""
     invariant: bool = False
+    """Whether the result for a sequence must not depend on the other sequences, bit for bit."""
 
 
 def generate(
@@ -190,7 +194,7 @@ def generate(
 
 
 def _unseen(piece: str) -> None:
-    """Ignore partial texts: the whole text is returned."""
+    """Ignore a part of a text. Used if the texts are only returned and not shown."""
 
 
 def sample(
@@ -211,14 +215,18 @@ def sample(
     system: str | None = None,
     show: Callable[[str], object] = _unseen,
 ) -> list[dict[str, str]]:
-    """`[{prompt, text}]`: each prompt with its continuation, by `tensor` ranks, `experts` or the ranks of `plan`.
+    """Continue each prompt. Returns `[{prompt, text}]`, where `text` is the continuation, in the order of `prompts`.
 
-    With `chat` each prompt is a message, behind the `system` prompt if there is one, and its continuation the answer.
+    - `tensor`, `experts`, `plan`: the ranks that compute: tensor-parallel ranks, expert-parallel ranks, or the ranks of
+      a plan file.
+    - `chat`: each prompt is a message of a user, after the `system` prompt if there is one. The continuation is the
+      answer.
+    - `adapter`: adapters that are merged into the weights. Only for one device.
+    - `formats`: formats of the engine. With a plan, other formats than the default raise BadInput; so does `invariant`
+      with several ranks.
+    - `show`: receives the texts in the order of the prompts. On one device it receives each part as it is generated,
+      otherwise all texts at the end.
 
-    `adapter` is merged into the weights, for one device.
-
-    `formats` are those of the engine, for one device; a plan raises BadInput for them, and tensor ranks for `invariant`.
-    `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
     All prompts are continued at the same time.
     """
     from meshwright.data.token_bytes import TokenBytes
@@ -265,17 +273,24 @@ def sample(
 
 
 class SamplingFlags(NamedTuple):
-    """Options of the command."""
+    """Options of the command that say how tokens are drawn."""
 
     tokens: int
+    """Maximum number of new tokens of a prompt."""
     temperature: float
+    """Divides the logits before the softmax; 0 takes the likeliest token."""
     top_k: int
+    """Draw from this many likeliest tokens; 0 from all."""
     seed: int
     stops: tuple[int, ...]
+    """Ids of tokens that end a text."""
 
 
 class _TextsInOrder:
-    """Shows the continuations of several prompts one after another, each as it grows once those before it have ended."""
+    """Shows the continuations of several prompts in the order of the prompts, while they are generated at the same time.
+
+    A continuation grows on the screen once all before it have ended.
+    """
 
     def __init__(self, prompts: Sequence[str], show: Callable[[str], object]) -> None:
         self.texts = [""] * len(prompts)
@@ -286,7 +301,7 @@ class _TextsInOrder:
         show(prompts[0])
 
     def add(self, number: int, piece: str, *, ended: bool) -> None:
-        """A piece of the continuation of a prompt, the last one if it has `ended`."""
+        """Add a part of the continuation of prompt `number`. `ended` tells that it is the last part."""
         self.texts[number] += piece
         self._ended[number] = ended
         while self._current < len(self.texts):
@@ -304,7 +319,7 @@ class _TextsInOrder:
 
 
 def _warn_past_context(folder: Path, prompt: int, tokens: int, *, spread: bool) -> None:
-    """Warn on stderr if a prompt of `prompt` tokens and `tokens` new ones exceed the model's context."""
+    """Warn on stderr if a prompt of `prompt` tokens plus `tokens` new ones is longer than the context of the model."""
     context = model_in(folder)[0].max_seq_len
     if prompt + tokens <= context:
         return
@@ -325,7 +340,7 @@ def _continue_here(
     drafting: Drafting,
     adapter: Path | None,
 ) -> None:
-    """Continue all prompts on one device."""
+    """Continue all prompts with an engine in this process, on one device."""
     from meshwright.checkpoint.models.single_device import device_and_dtype, load_model
     from meshwright.serve.engine import Engine
     from meshwright.serve.load import load_for_engine
@@ -347,7 +362,7 @@ def engine_options(
     formats: EngineFormats = EngineFormats(),
     drafting: Drafting = Drafting(),
 ) -> EngineOptions:
-    """Options of an engine for these prompts."""
+    """Return options of an engine with room for these prompts, which are lists of token ids."""
     from meshwright.spec.engine import EngineOptions, Speculation
 
     longest = max(map(len, prompts)) + how.tokens
@@ -362,7 +377,7 @@ def engine_options(
 
 
 def continued(engine: Engine, prompts: Sequence[Sequence[int]], how: SamplingFlags) -> Iterator[tuple[int, Update]]:
-    """Yields the index of a prompt and an update of its continuation until all have ended."""
+    """Continue `prompts` with the engine. Yields (index of a prompt, update of its continuation) until all have ended."""
     from meshwright.serve.sampling import SamplingOptions
 
     sampling = SamplingOptions(temperature=how.temperature, top_k=how.top_k, seed=how.seed)
@@ -383,7 +398,7 @@ def _continued_by_engine_ranks(
     how: SamplingFlags,
     formats: EngineFormats,
 ) -> Sequence[Sequence[int]]:
-    """The new tokens after each prompt, by the engine on tensor or expert ranks of this host."""
+    """Return the new tokens of each prompt. The engine runs on several ranks of this host, tensor-parallel or expert-parallel."""
     from meshwright.cli.generate_rank import EngineJob
     from meshwright.spec.fields import to_plain
 
@@ -411,7 +426,7 @@ def _continued_by_engine_ranks(
 def _continued_by_plan(
     folder: Path, plan: Path, prompts: Sequence[tuple[int, ...]], how: SamplingFlags
 ) -> Sequence[Sequence[int]]:
-    """The new tokens after each prompt, by the ranks of a plan."""
+    """Return the new tokens of each prompt, computed by the ranks of a plan."""
     from meshwright.training.generate import GenerationSampling as PlanSampling
     from meshwright.training.spread import Continuation
 

@@ -1,6 +1,8 @@
-"""A rank of `meshwright generate --tensor` or `--expert`: its part of the model, in an engine of several ranks.
+"""The program of a rank of `meshwright generate --tensor` or `--expert`.
 
-`cli.generate` starts it through `training.answer_rank`.
+Each rank loads its part of the model into the engine.
+
+`cli.generate` starts the ranks through `training.answer_rank`.
 """
 
 from __future__ import annotations
@@ -22,16 +24,18 @@ from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.worker import answer_as_rank
 
 TIMEOUT_SECONDS = 600
-"""Seconds that a rank waits for the others to read their weights."""
+"""Seconds that a rank waits for the other ranks to read their weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineJob:
-    """Input of every rank: a checkpoint or Hugging Face folder, prompts as token ids, options of `SamplingFlags` and formats."""
+    """What every rank receives. The fields that are not described here are options of `SamplingFlags` and `EngineOptions`."""
 
     folder: str
+    """Checkpoint or Hugging Face folder with the weights."""
     cluster: ClusterSpec
     prompts: tuple[tuple[int, ...], ...]
+    """Token ids of each prompt."""
     tokens: int
     temperature: float
     top_k: int
@@ -40,11 +44,11 @@ class EngineJob:
     weights: WeightFormat | None
     kv_cache: Fp8 | None
     experts: ExpertRanks
-    """Ranks that share the experts; if there are several, these are the ranks of the engine."""
+    """Number of expert-parallel ranks and their settings. If there is more than one, these are all ranks of the engine."""
 
 
 def continue_prompts(job: EngineJob, environment: RankEnvironment) -> list[list[int]]:
-    """The new tokens after each prompt, on rank 0; the other ranks help to compute them."""
+    """Return the new tokens of each prompt on rank 0. The other ranks help to compute, and return empty lists."""
     world = join(environment, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
     how = SamplingFlags(**{name: getattr(job, name) for name in SamplingFlags._fields})
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
@@ -63,7 +67,7 @@ def continue_prompts(job: EngineJob, environment: RankEnvironment) -> list[list[
 
 
 def main() -> None:
-    """Main function of a rank; rank 0 writes the answer."""
+    """Run as a rank. Rank 0 writes the answer."""
 
     def answer(question: str, environment: RankEnvironment) -> str:
         return json.dumps(continue_prompts(from_plain(EngineJob, json.loads(question)), environment))

@@ -1,4 +1,4 @@
-"""`meshwright incidents`: the failures of a run, with the rank that caused each and the evidence."""
+"""`meshwright incidents`: lists the failures of a run, with the rank that caused each and the evidence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def incidents(
 
 
 def incident_lines(record: Mapping[str, Any]) -> list[str]:
-    """The lines about one incident."""
+    """Describe one incident in lines of text. `record` is an entry of `launch.incidents.read_incidents`."""
     moment = datetime.fromtimestamp(record["time"]).astimezone().isoformat(" ", "seconds")
     where = "before the first step" if record["step"] is None else f"step {record['step']}"
     rank = "no rank" if record["rank"] is None else f"rank {record['rank']} on {record['host']}, {record['action']}"

@@ -1,4 +1,4 @@
-"""`meshwright launch`: the file with which a scheduler starts a run or serves a model; needs no torch."""
+"""`meshwright launch`: writes the file with which a scheduler starts a run or serves a model. Does not need torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONS = {
         "--cache-gib",
     ),
 }
-"""Targets, and the options of each."""
+"""The options that each value of `--to` allows."""
 
 
 def launch(
@@ -145,7 +145,10 @@ def launch(
 
 
 def _check_options(to: str, given: dict[str, object]) -> None:
-    """Raise BadInput for an option that the target does not use."""
+    """Raise BadInput if an option is given that the target does not use.
+
+    `given` has the options with their values, None if not given.
+    """
     for option, value in given.items():
         if value is not None and option not in OPTIONS[to]:
             users = " or ".join(f"--to {target}" for target, options in OPTIONS.items() if option in options)
@@ -154,7 +157,7 @@ def _check_options(to: str, given: dict[str, object]) -> None:
 
 
 def _rendered(to: str, job: SchedulerJob, container: Container | None, queue: Queue | None) -> str:
-    """The file of a run for a target."""
+    """Return the content of the file for a run, for the scheduler `to`."""
     if to == "slurm":
         from meshwright.launch.slurm import slurm_script
 
@@ -174,7 +177,7 @@ def _rendered(to: str, job: SchedulerJob, container: Container | None, queue: Qu
 
 
 def _write(out: Path | None, text: str, summary: str) -> None:
-    """Write the rendered text to a file and print a line about it, or print the text."""
+    """Write the file and print one line about it. Without `out`, print the text of the file instead."""
     from meshwright.durable.writes import write_durable
 
     if out is None:
@@ -185,7 +188,10 @@ def _write(out: Path | None, text: str, summary: str) -> None:
 
 
 def _serving(arguments: list[str] | None, model: str | None, **options: Any) -> tuple[str, str]:
-    """The rendered deployment and its summary; `options` are fields of `ServingJob`. Raises BadInput without a deployment or a model."""
+    """Return the file of a deployment, and its name as a summary. `options` are fields of `ServingJob`.
+
+    Raises BadInput unless `arguments` is the file of one deployment and `model` is given.
+    """
     from meshwright.config.deployment_file import read_deployment
     from meshwright.launch.kubernetes_serving import ServingJob, serving_yaml
     from meshwright.spec.deployment import deployment_name
@@ -203,7 +209,7 @@ def _serving(arguments: list[str] | None, model: str | None, **options: Any) -> 
 
 
 def _queue(name: str | None, topology: str | None) -> Queue | None:
-    """The queue of Kueue, or None without one."""
+    """Return the queue of Kueue; None if `--queue` is not given."""
     from meshwright.launch.kubernetes import Queue
 
     if topology is not None and name is None:
@@ -212,7 +218,10 @@ def _queue(name: str | None, topology: str | None) -> Queue | None:
 
 
 def _container(to: str, image: str | None, claim: str | None) -> Container | None:
-    """Image and storage; None for targets without containers. Raises BadInput if one is missing."""
+    """Return image and volume of the containers. None if the target has no containers.
+
+    Raises BadInput if an option is missing.
+    """
     from meshwright.launch.kubernetes import Container
 
     if "--image" not in OPTIONS[to]:
@@ -225,7 +234,7 @@ def _container(to: str, image: str | None, claim: str | None) -> Container | Non
 
 
 def _load(arguments: list[str] | None, runs: Path) -> RunSpec:
-    """The run, with its cluster in the file or on the command line, as this machine is not where it will run."""
+    """Read the run. Its cluster must be given in the file or on the command line, because the run will not start on this machine."""
     from meshwright.config.load import read_run
     from meshwright.config.presets import cluster_names
     from meshwright.families.folder import folder_spec

@@ -1,4 +1,4 @@
-"""`meshwright`: all commands, and the conversion of errors to messages and exit codes."""
+"""The entry point `meshwright`: collects the commands, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -46,16 +46,20 @@ GROUPS = {
     "Data and checkpoints": ("data", "tokenizer", "checkpoint"),
     "Schemas": ("schema",),
 }
-"""Commands by subject, in the order of the help and of docs/reference/cli.md."""
+"""The commands by subject, in the order in which the help and docs/reference/cli.md show them."""
 COMMANDS = {name: name for names in GROUPS.values() for name in names} | {
     "eval": "evaluate",
     "bench-serve": "bench_serve",
 }
-"""Command → its module in this package. It has a function of the same name, or an `app` with several commands."""
+"""The module of each command in this package. A module has a function of its own name, or an `app` with several commands."""
 
 
 def app_for(arguments: Sequence[str]) -> typer.Typer:
-    """The command line with all commands, or with the command that `arguments` begin with: building each takes time."""
+    """Build the command line.
+
+    If `arguments` begin with the name of a command, only this command is built, because importing and building all of
+    them takes time.
+    """
     app = typer.Typer(
         name="meshwright",
         help="Train large language models from one plan.\n\n"
@@ -64,7 +68,8 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
         rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
-        # click 8.4 suggests by itself; the click inside of newer typers leaves it to them.
+        # click 8.4 suggests near names by itself. A typer that contains its own copy of click leaves this to the
+        # setting.
         suggest_commands=find_spec("typer._click") is not None,
     )
     app.callback()(_root)
@@ -94,7 +99,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; ends the process with the exit codes of docs/reference/exit-codes.md."""
+    """Run the command line and end the process with an exit code of docs/reference/exit-codes.md."""
     _collect_rarely()
     complete_streams()
     failure: MeshwrightError | None = None
@@ -106,7 +111,8 @@ def main() -> None:
         _say(str(error), error)
     except (KeyboardInterrupt, SystemExit) as end:
         cause = end.__context__.__cause__ if end.__context__ is not None else None
-        if isinstance(end, SystemExit) and not isinstance(cause, KeyboardInterrupt):  # typer turns one into an exit
+        # Typer turns a KeyboardInterrupt into a SystemExit.
+        if isinstance(end, SystemExit) and not isinstance(cause, KeyboardInterrupt):
             raise
         print("meshwright: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
@@ -114,29 +120,30 @@ def main() -> None:
         failure = as_meshwright_error(error, memory_hint=COMMAND_MEMORY_HINT)
         if failure.exit_code == EXIT_INTERNAL:
             traceback.print_exc()
-    # Behind the clause, where the error's frames, and what they hold, are freed: memory may have run out.
+    # This is not inside the `except` block, because there the traceback still keeps the objects of its frames alive. If
+    # memory has run out, the message itself could fail.
     if failure is not None:
         _say(str(failure), failure)
 
 
 def _collect_rarely() -> None:
-    """Scan the objects of imported modules less often, and not again when the process ends.
+    """Let the garbage collector scan the objects of imported modules less often, and not when the process ends.
 
-    With torch there are hundreds of thousands; scanning them takes a third of the time of a short command.
+    With torch there are hundreds of thousands of objects. To scan them takes a third of the time of a short command.
     """
     gc.set_threshold(50_000, 20, 50)
     atexit.register(gc.freeze)
 
 
 def _arguments_to_complete() -> list[str]:
-    """The arguments after `meshwright` on a line that a shell wants completed; empty otherwise."""
+    """Return the arguments after `meshwright` on the line that a shell asks to complete. Empty if this is no completion."""
     if "_MESHWRIGHT_COMPLETE" not in os.environ:
         return []
     return os.environ.get("_TYPER_COMPLETE_ARGS", os.environ.get("COMP_WORDS", "")).split()[1:]
 
 
 def _say(message: str, error: MeshwrightError) -> None:
-    """Print the message on stderr and, with --json, as a JSON object on stdout."""
+    """Print the message on stderr and exit with the error's code. With --json, also print it as a JSON object on stdout."""
     if "--json" in sys.argv:
         mistakes = error.as_plain() if isinstance(error, BadConfig) else []
         print(json.dumps({"ok": False, "error": message, "errors": mistakes}))

@@ -1,4 +1,4 @@
-"""`meshwright monitor`: shows a run in a terminal, during the run and after it."""
+"""`meshwright monitor`: shows a run in a terminal, while it runs or later."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from meshwright.launch.run_snapshot import RunSnapshot, SnapshotReader
 
 REFRESH_SECONDS = 1.0
+"""Seconds between two pictures."""
 MARKS = ("metrics.jsonl", "config.yaml", "supervision.jsonl", "lease.json")
-"""Files of which a run's folder has at least one, also at its begin."""
+"""Files that identify the folder of a run. It has at least one of them even at the start of the run."""
 JSON_ROWS = 64
+"""Maximum number of rows of the heat map in JSON output."""
 JSON_COLUMNS = 100
-"""Largest heat map in the JSON output."""
+"""Maximum number of columns of the heat map in JSON output."""
 
 
 def monitor(
@@ -56,7 +58,7 @@ def monitor(
 
 
 def started_run(run: Path) -> Path:
-    """The folder that `run` names, also of a run that has written no metrics yet."""
+    """Return the folder of the run that `run` names. The run need not have written metrics yet. Raises BadInput if there is none."""
     for folder in (run, Path("runs") / run):
         if any((folder / name).is_file() for name in MARKS):
             return folder
@@ -73,7 +75,7 @@ def _print_once(snapshot: RunSnapshot) -> None:
 
 
 def _watch(reader: SnapshotReader) -> None:
-    """Refresh the picture until q or Ctrl-C."""
+    """Draw the picture again and again until q or Ctrl-C is pressed."""
     from rich.console import Console
     from rich.live import Live
 
@@ -94,7 +96,10 @@ def _watch(reader: SnapshotReader) -> None:
 
 @contextmanager
 def _keyboard() -> Iterator[Callable[[float], str]]:
-    """A function that waits some seconds for a key and returns it, empty without one; keys are not shown meanwhile."""
+    """A context that gives a function `wait(seconds)`: it waits for a key and returns it, or an empty string if none was pressed.
+
+    In the context, the terminal does not show the keys that are pressed.
+    """
     if not sys.stdin.isatty():
         yield lambda seconds: time.sleep(seconds) or ""
         return

@@ -1,4 +1,4 @@
-"""The monitor's picture of the loads of experts: a line for each layer with experts, a cell for each expert."""
+"""The monitor's picture of expert loads: one line for each MoE layer, one cell for each expert."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ LEVELS = (
     (4.0, "red", "#", ">2"),
     (float("inf"), "magenta", "@", ">4"),
 )
-"""Upper bound of a load over the layer's mean, its colour, its character without colours, and its text in the legend."""
+"""Ranges of an expert's load divided by the mean load of its layer.
+
+Each entry has the upper bound of the range, its colour, its character for terminals without colours, and its text in
+the legend.
+"""
 LEAST_LINES = 3
-"""Fewest lines of the picture: title, one line of layers, and the experts below it."""
+"""Minimum number of lines that the picture needs: the title, one line for layers, and the numbers of the experts below."""
 
 
 def expert_lines(table: ExpertLoadTable | None, height: int, width: int, *, colours: bool) -> list[Text]:
-    """The picture in at most `height` lines; empty without loads. A cell of several layers or experts shows the largest load."""
+    """Return the picture in at most `height` lines of `width` characters. Empty if there are no loads or too few lines.
+
+    If there is not enough space, one cell stands for several layers or experts and shows the largest of their loads.
+    With `colours`, a cell is a coloured space, otherwise a character.
+    """
     if table is None or height < LEAST_LINES:
         return []
     layers = len(table.ratio)
@@ -53,7 +61,7 @@ def expert_lines(table: ExpertLoadTable | None, height: int, width: int, *, colo
 
 
 def _ranges(count: int, most: int) -> Sequence[tuple[int, int]]:
-    """`count` numbers in at most `most` equal ranges `(first, end)`."""
+    """Divide the numbers 0 … `count` - 1 into at most `most` ranges [first, end) of equal size; the last one may be shorter."""
     size = -(-count // max(1, min(count, most)))
     return [(first, min(first + size, count)) for first in range(0, count, size)]
 

@@ -1,4 +1,4 @@
-"""The picture of `meshwright monitor`: lines of text that fit the terminal, with colours or with characters only."""
+"""The picture of `meshwright monitor`: lines of text that fit the terminal, in colours or with characters only."""
 
 from __future__ import annotations
 
@@ -27,16 +27,27 @@ LEVELS = (
     (2.0, "red", "#", ">1.3"),
     (float("inf"), "magenta", "@", ">2"),
 )
-"""Upper bound of a ratio, its colour, its character without colours, and its text in the legend."""
+"""Ranges of a rank's compute time divided by the median of the ranks.
+
+Each entry has the upper bound of the range, its colour, its character for terminals without colours, and its text in
+the legend.
+"""
 LEAST_HEAT_ROWS = 3
+"""Lines that the heat map gets at least."""
 MOST_HEAT_ROWS = 32
+"""Maximum number of lines of the heat map."""
 LISTED_STATES = 8
+"""Maximum number of lines about what ranks do."""
 LISTED_WAITS = 6
-"""Most lines about what ranks do and about waits, if the terminal has space for more."""
+"""Maximum number of lines about ranks that wait."""
 
 
 def frame(snapshot: RunSnapshot, console: Console) -> Group:
-    """The picture in the size of a console, one line less high, so that nothing scrolls."""
+    """Draw the picture in the size of `console`, with one line less than its height so that the terminal does not scroll.
+
+    The sections from top to bottom: figures, heat map, loads of experts, states of ranks, waits, incidents. If they do
+    not fit, the longest of the last three are shortened first.
+    """
     width = console.size.width
     height = max(1, console.size.height - 1)
     colours = console.color_system is not None and not console.no_color
@@ -59,7 +70,7 @@ def frame(snapshot: RunSnapshot, console: Console) -> Group:
 
 
 def _figure_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
-    """Name and state, the bar of steps, and the figures."""
+    """Return the lines at the top: name and state of the run, progress bar of the steps, and the figures."""
     figures = snapshot.figures
     attempt = f", attempt {figures.attempt}" if figures.attempt > 1 else ""
     title = Text.assemble((figures.name, "bold"), f"  {figures.state}{attempt}")
@@ -96,7 +107,7 @@ def _figure_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
 
 
 def _heat_lines(snapshot: RunSnapshot, lines: int, width: int, *, colours: bool) -> list[Text]:
-    """A title with the legend, the heat map, and its first and last step."""
+    """Return the heat map of compute times: a title with the legend, the map, and below it the first and last step."""
     ranks = len(snapshot.seconds)
     title = Text.assemble(("compute time / median", "bold"))
     label = len(_range_text((max(0, ranks - lines), max(0, ranks - 1)))) + 6
@@ -108,6 +119,7 @@ def _heat_lines(snapshot: RunSnapshot, lines: int, width: int, *, colours: bool)
 
 
 def _heat_rows(heat: HeatMap, label: int, *, colours: bool) -> list[Text]:
+    """Return the lines of the heat map, each with the ranks that it shows. `label` is the width of that label in characters."""
     lines = []
     for ranks, values in zip(heat.ranks, heat.ratio.tolist(), strict=True):
         line = Text.assemble((f"rank {_range_text(ranks)}".ljust(label), "dim"))
@@ -118,7 +130,7 @@ def _heat_rows(heat: HeatMap, label: int, *, colours: bool) -> list[Text]:
 
 
 def _axis(heat: HeatMap, label: int) -> Text:
-    """The first and last step below the map, and the meaning of a cell."""
+    """Return the line below the map: its first and last step, and what one cell stands for."""
     first = f"{heat.steps[0][0]:,}"
     last = f"{heat.steps[-1][1]:,}"
     groups = (max(last - first + 1 for first, last in numbers) for numbers in (heat.ranks, heat.steps))
@@ -136,7 +148,7 @@ def _legend(*, colours: bool) -> Text:
 
 
 def _level(ratio: float) -> int | None:
-    """Index of a ratio's level; None if it is not known."""
+    """Return the number of the level to which a ratio belongs. None if the ratio is NaN, that is unknown."""
     if ratio != ratio:
         return None
     return next((index for index, level in enumerate(LEVELS) if ratio < level[0]), len(LEVELS) - 1)
@@ -150,7 +162,10 @@ def _cells(level: int | None, count: int, *, colours: bool) -> Text:
 
 
 def _state_lines(snapshot: RunSnapshot, most: int) -> list[Text]:
-    """Return lines with the ranks' states; ranks in the same state share a line, those furthest behind first."""
+    """Return at most `most` lines about what ranks do.
+
+    Ranks in the same state share a line. The ranks with the lowest step come first.
+    """
     ranks = snapshot.ranks
     if not ranks:
         return [Text("  not known yet", "dim")]
@@ -164,6 +179,7 @@ def _state_lines(snapshot: RunSnapshot, most: int) -> list[Text]:
 
 
 def _grouped(ranks: Sequence[RankActivity], *, actions: bool) -> list[list[RankActivity]]:
+    """Group ranks in the same step and phase; with `actions` also by what they do. The groups with the lowest step come first."""
     groups: dict[tuple[object, ...], list[RankActivity]] = {}
     for rank in ranks:
         key = (rank.step, rank.phase, rank.note.partition(" ")[0], *((rank.action, rank.note) if actions else ()))
@@ -172,6 +188,7 @@ def _grouped(ranks: Sequence[RankActivity], *, actions: bool) -> list[list[RankA
 
 
 def _state_line(group: Sequence[RankActivity], *, exact: bool) -> Text:
+    """Return one line about a group of ranks. With `exact`, all of them do the same, which the line names."""
     first = group[0]
     longest = max((rank.seconds for rank in group if rank.seconds is not None), default=None)
     parts = [f"step {first.step:,}", first.phase, first.action if exact else "various actions", first.note]
@@ -181,7 +198,7 @@ def _state_line(group: Sequence[RankActivity], *, exact: bool) -> Text:
 
 
 def _wait_lines(snapshot: RunSnapshot, most: int) -> list[Text]:
-    """The rank that holds up the others, and the ranks that wait for it."""
+    """Return the rank for which others wait, and the ranks that wait for it."""
     culprit = snapshot.culprit
     if culprit is None:
         if snapshot.progress_seconds is None:
@@ -203,7 +220,7 @@ def _wait_lines(snapshot: RunSnapshot, most: int) -> list[Text]:
 
 
 def _incident_text(snapshot: RunSnapshot) -> list[Text]:
-    """The lines of all incidents, the newest first."""
+    """Return the lines about all incidents, the newest first."""
     lines = [line for record in reversed(snapshot.incidents) for line in incident_lines(record)]
     return [Text(f"  {line}") for line in lines] or [Text("  none", "dim")]
 
@@ -213,7 +230,10 @@ def _titled(title: str, lines: list[Text]) -> list[Text]:
 
 
 def _shorten(sections: list[list[Text]], height: int) -> None:
-    """Remove lines from the end of the longest sections until all fit; each keeps its title and one line."""
+    """Remove lines from the ends of the longest sections until the sections have at most `height` lines together.
+
+    Each section keeps its title and one line, so they may still have more.
+    """
     while sum(map(len, sections)) > height:
         longest = max(reversed(sections), key=len)
         if len(longest) <= 2:
@@ -227,7 +247,7 @@ def _range_text(numbers: Range) -> str:
 
 
 def _numbers_text(numbers: Sequence[int], most: int = 14) -> str:
-    """Ranks as `0-3,8`, cut to a length."""
+    """Return ranks as ranges, such as `0-3,8`. A text longer than `most` characters is cut at a comma."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments and options that several commands share, and functions to read and check them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The run file, if one is named, and the overrides. Raises BadInput for a second file."""
+    """Split the arguments into the run file, if there is one, and the overrides KEY=VALUE. Raises BadInput if there are two files."""
     files = [word for word in arguments or [] if "=" not in word]
     if len(files) > 1:
         raise BadInput(
@@ -56,9 +56,11 @@ def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]
 
 
 def read(arguments: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> RunReading:
-    """The values that the command line describes, with their mistakes.
-    `model.init: checkpoint:NAME` looks for the run NAME in `runs`; `otherwise` is the run file if the arguments name
-    none."""
+    """Read the run that the command line describes. The result has its values and all mistakes in them.
+
+    `runs` is the folder in which `model.init: checkpoint:NAME` looks for the run NAME. `otherwise` is the run file to
+    read if the arguments name none.
+    """
     from meshwright.config.load import read_run
     from meshwright.families.folder import folder_spec
     from meshwright.launch.machine import found_cluster
@@ -71,10 +73,10 @@ def read(arguments: list[str] | None, runs: Path = Path("runs"), *, otherwise: P
 def load(
     arguments: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None, starts: bool = True
 ) -> RunSpec:
-    """The run that the command line describes; the first rank of a job prints the assumed values on stderr.
+    """Read the run that the command line describes, with the arguments of `read`. Raises BadConfig with every mistake.
 
-    Of a run that the command does not start (`starts` False), it prints those on which a plan depends. Other parameters
-    as in `read`. Raises BadConfig with every mistake in its keys.
+    The first rank of a job prints the assumed values on stderr. If the command does not start the run (`starts` is
+    False), it prints only those on which a plan depends.
     """
     reading = read(arguments, runs, otherwise=otherwise)
     run = reading.run()
@@ -85,29 +87,35 @@ def load(
 
 
 def say(text: str) -> None:
-    """Print a remark on stderr; stdout has only the command's result."""
+    """Print a remark on stderr. Standard output contains only the result of a command."""
     write_line(fitted(text))
 
 
 def check_runs(runs: Path) -> None:
-    """Raise BadInput if `--runs` names a file, or a folder below a file."""
+    """Raise BadInput if the value of `--runs` is a file, or is inside of a file."""
     above = next((folder for folder in (runs, *runs.parents) if os.path.lexists(folder)), Path())
     if not above.is_dir():
         raise BadInput(f"--runs {runs}: expected a folder, and {above} is a file; name another folder")
 
 
 def show(text: str) -> None:
-    """Print lines of a result on stdout; on a terminal they end between words at its width."""
+    """Print lines of a result on stdout. On a terminal, long lines are broken between words."""
     print(fitted(text, sys.stdout))
 
 
 def print_now(text: str) -> None:
-    """Print a line of progress like `show`, and flush it: ranks in other processes print there too. A closed stdout is no error."""
+    """Print a line of progress on stdout like `show`, and flush it, because ranks in other processes also print there.
+
+    If stdout is closed, nothing happens.
+    """
     write_line(fitted(text, sys.stdout), sys.stdout)
 
 
 def check_writable(option: str, file: Path | None) -> None:
-    """Raise BadInput if `file`, the value of `option`, cannot be written, before time is spent on its content."""
+    """Raise BadInput if `file`, the value of `option`, cannot be written.
+
+    Commands call it first, so that they do not compute a result that cannot be stored.
+    """
     if file is None:
         return
     if not file.parent.is_dir():
@@ -121,14 +129,15 @@ def check_writable(option: str, file: Path | None) -> None:
 
 
 def model_folder(text: Path, runs: Path = Path("runs")) -> Path:
-    """The folder `text`, or the run of that name in `runs`. Raises BadInput naming the nearest one."""
+    """Return the folder `text`, or the run of that name in `runs`. If there is neither, raises BadInput that names the nearest folder."""
     for folder in (text, runs / text):
         if folder.is_dir():
             return folder
     run_folders = {
         path.parent.name: path.parent
         for folder in (runs, text.parent)
-        for name in ("config.yaml", "config.json")  # of a run, and of a Hugging Face folder
+        # The first is in the folder of a run, the second in a Hugging Face folder.
+        for name in ("config.yaml", "config.json")
         for path in folder.glob(f"*/{name}")
     }
     near = nearest(text.name, run_folders)

@@ -1,4 +1,7 @@
-"""`meshwright plan`: the parallel layout of a run, its memory and time, and the reasons. Needs neither torch nor a GPU."""
+"""`meshwright plan`: chooses the parallel layout of a run, and shows its memory, its time and the reasons.
+
+Needs neither torch nor a GPU.
+"""
 
 from __future__ import annotations
 
@@ -250,7 +253,7 @@ def plan(
 
 
 def _print_largest(arguments: list[str] | None, given: dict[str, object], *, as_json: bool) -> None:
-    """Raises BadInput if any option of `given` has a value."""
+    """Print the answer of --largest. Raises BadInput if any option in `given` has a value, because none can be combined with it."""
     from meshwright.cli.plan_largest import largest_as_plain, largest_as_text
 
     if refused := [name for name, value in given.items() if value]:
@@ -263,12 +266,12 @@ def _print_largest(arguments: list[str] | None, given: dict[str, object], *, as_
 
 
 def _steps_assumed(arguments: list[str] | None) -> bool:
-    """Whether neither a run file nor an override gives the number of steps."""
+    """Return whether neither a run file nor an override gives the number of steps."""
     return not any("=" not in word or word.startswith("train.steps=") for word in arguments or ())
 
 
 def _override(pin: str) -> str:
-    """The override `plan.KEY=VALUE` of a --pin."""
+    """Return the override `plan.KEY=VALUE` for the value of a --pin. Raises BadInput if it is not KEY=VALUE."""
     if "=" not in pin:
         raise BadInput(f"--pin {pin}: expected KEY=VALUE with a key of the plan, such as tensor=2")
     return f"plan.{pin.removeprefix('plan.')}"

@@ -1,4 +1,4 @@
-"""The answer of `meshwright plan` for a file with `serve`: a deployment, as text, JSON, YAML and a page."""
+"""Answers `meshwright plan` for a file with `serve`: with a deployment, as text, JSON, YAML and a page."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ from meshwright.spec.fields import to_plain
 def answer_deployment(
     arguments: list[str] | None, out: Path | None, html: Path | None, *, as_json: bool, refused: Sequence[str] = ()
 ) -> None:
-    """Plan the deployment that the arguments ask for, print it, and write the files that are asked for.
+    """Plan the deployment that the arguments describe, print it, and write the files that the options name.
 
-    `refused` are options of a training plan that were given; they raise BadInput.
+    - `out`: file for the deployment as YAML.
+    - `html`: file for the page.
+    - `refused`: options given by the user that only training plans have. They raise BadInput.
     """
     if refused:
         raise BadInput(f"{', '.join(refused)}: for plans of trainings; leave out for a file with `serve`")
@@ -51,7 +53,7 @@ def answer_deployment(
 
 
 def serve_plan(arguments: list[str] | None) -> ServePlan:
-    """The plan of the deployment that the arguments of a command ask for."""
+    """Return the plan of the deployment that the arguments of a command describe."""
     question = deployment_question(arguments)
     spec = question.value
     serve = question.value.serve
@@ -75,7 +77,7 @@ def serve_plan(arguments: list[str] | None) -> ServePlan:
 
 
 def deployment_question(arguments: list[str] | None) -> LocatedValues[DeploymentSpec]:
-    """The question in the file that the arguments name, with its vocabulary. Raises BadConfig with every mistake."""
+    """Read the question in the file that the arguments name, and complete its vocabulary. Raises BadConfig with every mistake."""
     path, overrides = split_arguments(arguments)
     if path is None:
         raise BadInput("a plan of a deployment needs a file with `serve`: meshwright plan serve.yaml [KEY=VALUE]...")
@@ -88,13 +90,13 @@ def deployment_question(arguments: list[str] | None) -> LocatedValues[Deployment
 
 
 def workload_rate(requests: Sequence[TimedRequest]) -> float:
-    """Requests per second of a workload; 0 for one request."""
+    """Return the mean requests per second of a workload. 0 if all requests arrive at the same time."""
     seconds = requests[-1].arrival_seconds
     return (len(requests) - 1) / seconds if seconds > 0 else 0.0
 
 
 def as_plain(answer: DeploymentAnswer) -> dict[str, Any]:
-    """The JSON output of `--json`."""
+    """Return the answer as JSON values, for `--json`."""
     return {
         "instances": to_plain(answer.deployment.instances),
         "goodput_per_gpu": answer.chosen.goodput_per_gpu,
@@ -108,6 +110,7 @@ def as_plain(answer: DeploymentAnswer) -> dict[str, Any]:
 
 
 def _alternative(option: DeploymentOption) -> dict[str, Any]:
+    """Return an alternative that was not chosen, as JSON values."""
     return {
         "instances": to_plain(option.deployment.instances),
         "goodput_per_gpu": option.goodput_per_gpu,

@@ -1,4 +1,4 @@
-"""The plan of a deployment as a self-contained page, without scripts."""
+"""Shows the plan of a deployment as one self-contained page without scripts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshwright.spec.model import parameter_count
 
 
 def page(plan: ServePlan) -> str:
-    """The HTML of the page."""
+    """Return the HTML of the page."""
     answer = plan.answer
     spec = plan.spec
     name = spec.model.preset or spec.model.family

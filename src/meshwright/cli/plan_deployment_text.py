@@ -1,4 +1,4 @@
-"""The plan of a deployment for a terminal."""
+"""Shows the plan of a deployment in a terminal."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from meshwright.spec.deployment import deployment_name
 from meshwright.spec.model import parameter_count
 
 MOST_ALTERNATIVES = 5
-"""Alternatives printed; --json has all of them."""
+"""Maximum number of alternatives that are printed; --json has all of them."""
 BAR = 30
+"""Characters of a bar for 100%."""
 
 
 def show(plan: ServePlan) -> None:
@@ -59,6 +60,7 @@ def show(plan: ServePlan) -> None:
 
 
 def _grid(console: Console, title: str, lines: Sequence[tuple[str, ...]]) -> None:
+    """Print a table with a title. Nothing is printed if there are no lines."""
     if not lines:
         return
     console.print(f"\n[bold]{title}[/bold]")

@@ -1,6 +1,7 @@
-"""The answer of `meshwright plan` as a self-contained page in the report's style, without scripts.
+"""Shows the answer of `meshwright plan` as one self-contained page without scripts, in the style of the report.
 
-Beside the sections of the answer it draws what a terminal cannot: the ranks of the mesh, the timeline of a step, charts over sizes.
+In addition to the sections of the answer, it draws what a terminal cannot: the ranks of the mesh, the timeline of a
+step, and charts over the numbers of GPUs.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ from meshwright.spec.model import layer_order, parameter_count
 from meshwright.spec.plan_name import plan_name
 
 MICRO_BATCHES_DRAWN = 4
-"""Micro-batches per pipeline rank in the drawn timeline, if the step has more."""
+"""Maximum number of micro-batches per pipeline rank that the timeline draws. A step may have more."""
 BOXES_DRAWN = 32
+"""Maximum number of boxes for ranks that the picture of the mesh draws."""
 DRAWN = "facts"
-"""Section that stands beside the picture of the mesh."""
+"""Key of the section that is placed beside the picture of the mesh."""
 SIDE_BY_SIDE = {"memory", "step", "limits", "changes"}
-"""Sections that stand beside their neighbours of these."""
+"""Keys of sections that are placed side by side if they follow each other."""
 
 
 def page(answer: PlanAnswer) -> str:
-    """The HTML of the page."""
+    """Return the HTML of the page."""
     parts = [
         _header(answer),
         _tiles(answer),
@@ -72,6 +74,7 @@ def _name(answer: PlanAnswer) -> str:
 
 
 def _header(answer: PlanAnswer) -> str:
+    """Return the name of the model, the plan, its status, and the remarks."""
     run = answer.run
     machines = machines_line(answer.cluster)
     parts = (f"{number_text.short(parameter_count(run.model))} parameters", layer_order(run.model), machines)
@@ -88,6 +91,7 @@ def _remark_text(remark: Remark) -> str:
 
 
 def _tiles(answer: PlanAnswer) -> str:
+    """Return boxes with the most important figures."""
     predicted = answer.plan.predicted
     if predicted is None:
         return ""
@@ -119,13 +123,14 @@ def _tiles(answer: PlanAnswer) -> str:
 
 
 def _card(section: AnswerSection) -> str:
-    """A section; empty if it says nothing."""
+    """Return a section as HTML. Empty if it has no content."""
     title = section.title[0].upper() + section.title[1:]
     notes = "".join(f'<p class="aside">{escape(line)}</p>' for line in section.note.splitlines())
     return card(title, "".join(map(_block, section.blocks)) + notes)
 
 
 def _block(block: Block) -> str:
+    """Return one block of a section as HTML."""
     match block:
         case AnswerTable(lines, heads):
             return rows(heads, [line + ("",) * (len(heads) - len(line)) for line in lines])
@@ -142,7 +147,7 @@ def _with_mark(line: str, mark: str) -> str:
 
 
 def _bars(block: AnswerBars) -> str:
-    """Bars with a legend; the limit is a dashed line."""
+    """Return bars with a legend as HTML. The limit is drawn as a dashed line."""
     names = list(dict.fromkeys(name for bar in block.bars for name, _ in bar.parts))
     full = 1.04 * block.full if block.limit else block.full
     line = f'<span class="limit" style="left:{100 * block.limit / full:.2f}%"></span>' if block.limit else ""
@@ -166,6 +171,7 @@ def _bars(block: AnswerBars) -> str:
 
 
 def _timeline(answer: PlanAnswer) -> str:
+    """Return the simulated timeline of a step. Long steps are drawn with fewer micro-batches."""
     run = answer.run
     plan = answer.plan
     if plan.predicted is None or plan.predicted.step_seconds is None:
@@ -182,7 +188,7 @@ def _timeline(answer: PlanAnswer) -> str:
 
 
 def _scaling(answer: PlanAnswer) -> str:
-    """Charts over the sizes of --gpus."""
+    """Return charts over the numbers of GPUs in --gpus. Empty if no step time is known."""
     points = answer.points
     tokens = answer.tokens
     estimated = [point for point in points if point.tokens_per_second]
@@ -232,7 +238,7 @@ def _line(label: str, values: Sequence[float | None]) -> Series:
 
 
 def _efficiencies(points: Sequence[Point]) -> list[float | None]:
-    """Tokens per second per GPU, relative to the fewest GPUs that run the job."""
+    """Return the tokens per second per GPU, divided by the value for the fewest GPUs that can run the job. None where it is not known."""
     per_gpu = [point.tokens_per_second / point.gpus if point.tokens_per_second else None for point in points]
     first = next((value for value in per_gpu if value), None)
     return [value / first if value and first else None for value in per_gpu]

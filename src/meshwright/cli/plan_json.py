@@ -1,4 +1,4 @@
-"""The answer of `meshwright plan` as JSON: the plan, and the values of the sections that people are shown."""
+"""Shows the answer of `meshwright plan` as JSON: the plan, and the values of the sections that people see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.spec.plan_name import plan_name
 
 
 def as_plain(answer: PlanAnswer, *, explain: bool) -> dict[str, Any]:
-    """The JSON output of `--json`."""
+    """Return the answer as JSON values, for `--json`. With `explain`, it also has the limits of the step and the gains of changes."""
     plan = plain_keys(answer.plan)
     body = {
         "name": plan_name(answer.plan),

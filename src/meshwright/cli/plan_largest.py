@@ -1,4 +1,4 @@
-"""The answer of `meshwright plan --largest`: the largest model of a family, with its bytes by place."""
+"""The answer of `meshwright plan --largest`: the largest model of a family that fits, and where its bytes are."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ FORMS = {
     ("optimizer", "bf16"): "bf16 moments, which round",
     ("optimizer", "int8"): "8-bit moments, which round",
 }
+"""Forms of the optimizer's state, by (`offload`, `moments`), as people see them."""
 
 
 def largest_as_plain(run: RunSpec) -> dict[str, Any]:
-    """The JSON answer; raises as `largest_models`."""
+    """Return the answer as JSON values. Raises the errors of `largest_models`."""
     return {
         "family": run.model.family,
         "device_bytes_usable": memory_budget(run),
@@ -28,7 +29,7 @@ def largest_as_plain(run: RunSpec) -> dict[str, Any]:
 
 
 def largest_as_text(run: RunSpec) -> list[str]:
-    """The lines of the answer; raises as `largest_models`."""
+    """Return the answer as lines of text. Raises the errors of `largest_models`."""
     usable = (memory_budget(run) or 0) / 1e9
     cluster = f"{run.cluster.ranks} x {run.cluster.gpu}"
     lines = [
@@ -38,6 +39,7 @@ def largest_as_text(run: RunSpec) -> list[str]:
 
 
 def _as_plain(entry: Largest) -> dict[str, Any]:
+    """Return the largest model for one form of the optimizer's state, as JSON values."""
     plain: dict[str, Any] = {"offload": entry.offload, "moments": entry.moments, "parameters": entry.parameters}
     if entry.model is None or entry.plan is None:
         return {**plain, "model": None, "plan": None}
@@ -54,7 +56,10 @@ def _as_plain(entry: Largest) -> dict[str, Any]:
 
 
 def _by_place(entry: Largest) -> dict[str, dict[str, float]]:
-    """Bytes of a device and of a host by use, those of at least 50 MB."""
+    """Return the bytes of a device and of a host by their use, `{"device": {use: bytes}, "host": {use: bytes}}`.
+
+    Uses below 50 MB are left out.
+    """
     predicted = entry.plan.predicted if entry.plan is not None else None
     device = {} if predicted is None else predicted.memory_bytes
     return {
@@ -64,6 +69,7 @@ def _by_place(entry: Largest) -> dict[str, dict[str, float]]:
 
 
 def _lines(entry: Largest) -> list[str]:
+    """Return the largest model for one form of the optimizer's state, in lines of text."""
     form = FORMS.get((entry.offload, entry.moments), f"offload {entry.offload}, moments {entry.moments}")
     if entry.model is None or entry.plan is None or entry.plan.predicted is None:
         return [f"{form}: no model fits"]

@@ -1,4 +1,4 @@
-"""Layouts for samples of unequal lengths in the answer of `meshwright plan`: as a table and as JSON."""
+"""Shows layouts for samples of unequal lengths in the answer of `meshwright plan`, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from meshwright.planner.sample_reasons import layout_name, sample_reasons
 from meshwright.spec.run import RunSpec
 
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
-"""Shares of steps; shown is the time that they do not exceed."""
+"""The quantiles of the step time that are shown. 0.9 is the time that 90% of the steps do not exceed."""
 TITLE = "samples of unequal lengths"
+"""Title of the section."""
 HEADS = ("layout", "capacity", "mean", *(f"{share:.0%}" for share in QUANTILES), "tokens/s")
+"""Heads of the table's columns."""
 
 
 def sample_lines(choice: SampleChoice) -> Iterator[tuple[str, ...]]:
-    """A line of `HEADS` for each layout: seconds of a step are of the played batches."""
+    """Yield one row of the table with the columns `HEADS` for each layout. The step times are those of the simulated batches."""
     for played in choice.layouts:
         yield (
             layout_name(played.layout),
@@ -29,7 +31,7 @@ def sample_lines(choice: SampleChoice) -> Iterator[tuple[str, ...]]:
 
 
 def samples_as_plain(run: RunSpec, choice: SampleChoice) -> dict[str, Any]:
-    """The JSON form."""
+    """Return the layouts as JSON values."""
     return {
         "longest": choice.longest,
         "tokens": choice.tokens,
@@ -39,6 +41,7 @@ def samples_as_plain(run: RunSpec, choice: SampleChoice) -> dict[str, Any]:
 
 
 def _layout(played: PlayedLayout) -> dict[str, Any]:
+    """Return one layout with the times of its simulated steps, as JSON values. All times are in seconds."""
     layout = played.layout
     steps = played.steps
     time = played.times.time

@@ -1,7 +1,7 @@
-"""What an answer of `meshwright plan` says, section by section, for its three renderers: text, HTML and JSON.
+"""Builds the sections of an answer of `meshwright plan`, for its three renderers: text, HTML and JSON.
 
-A section has tables, sentences or bars for people and a value for JSON. Renderers lay sections out and leave none out; each number has
-one text.
+A section has tables, sentences or bars for people, and a value for JSON. Renderers arrange the sections and leave none
+out. A number is turned into text here, so it reads the same everywhere.
 """
 
 from __future__ import annotations
@@ -49,29 +49,34 @@ from meshwright.spec.plan_keys import plain_keys
 from meshwright.spec.plan_name import plan_name
 
 MOST_RUNNER_UPS = 5
-"""Runner-ups that people are shown; --json has all of them."""
+"""Maximum number of runner-ups that people see; --json has all of them."""
 LONGEST_TABLE = 12
-"""Longest table of trainings, in lines; --json has all of them."""
+"""Maximum number of lines of the table of trainings; --json has all of them."""
 NODES_SHOWN = 4
+"""Maximum number of nodes that the section about the mesh shows."""
 MARKS = 8
-"""Ranks of a node that have a mark."""
+"""Maximum number of ranks of a node that are drawn, one square each."""
 RANKS_SHOWN = 8
-"""Pipeline ranks whose memory is shown: if there are more, the first, the last and the fullest."""
+"""Maximum number of pipeline ranks whose memory is shown. If there are more: the first three, the fullest and the last two."""
 SMALLEST_SHARE = 0.001
-"""Share of a rank's memory below which a part is not named."""
+"""A part of the memory with a smaller fraction of its rank's memory is not named in the legend."""
 SMALLEST_PART = 0.0005
-"""Share of the step below which a part of it is left out."""
+"""A part of the step with a smaller fraction of its time is left out."""
 SMALLEST_GAIN = 0.005
-"""Gain below which a change counts as no gain."""
+"""A change with a smaller relative gain is shown as no gain."""
 TOKENS_NEEDED = "days and GPU-hours need the tokens of the whole training: --tokens 1e12, or train.steps"
+"""Remark if the number of tokens of the training is not known."""
 CAN_BE_TRAINED = "can be trained"
+"""Status of a plan that this release can train."""
 PLANNED_ONLY = "planned only"
+"""Status of a plan that this release cannot train."""
 DOES_NOT_FIT = "does not fit"
+"""Status of a plan that needs more memory than there is."""
 
 
 @dataclass(frozen=True)
 class AnswerTable:
-    """Rows of cells; without heads, the first cell of a row names it. A row may be shorter than the heads."""
+    """A table. If it has no heads, the first cell of each row is the row's name. A row may have fewer cells than there are heads."""
 
     rows: tuple[tuple[str, ...], ...]
     heads: tuple[str, ...] = ()
@@ -79,80 +84,99 @@ class AnswerTable:
 
 @dataclass(frozen=True)
 class AnswerList:
-    """Sentences."""
+    """A list of sentences."""
 
     sentences: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """A plan in a list of plans: its number, the plan in one line with its figures, a mark, and a sentence about it."""
+    """A plan in a list of plans."""
 
     number: int
+    """Its place in the list, from 1."""
     line: str
+    """The plan and its figures in one line."""
     mark: str
+    """A word that marks the plan, such as "planned only". Empty for most plans."""
     about: str
+    """A sentence about the plan."""
 
 
 @dataclass(frozen=True)
 class RankedPlans:
+    """A list of plans."""
+
     plans: tuple[RankedPlan, ...]
 
 
 @dataclass(frozen=True)
 class AnswerBar:
-    """A bar: its label, its value as text, and its parts with their sizes; without parts, a line that says what is left out."""
+    """A bar. A bar without parts is a line of text that says what is left out."""
 
     label: str
+    """Text before the bar."""
     value: str = ""
+    """Length of the bar as text."""
     parts: tuple[tuple[str, float], ...] = ()
+    """Name and size of each part, in the unit of `AnswerBars.full`."""
 
 
 @dataclass(frozen=True)
 class AnswerBars:
-    """Bars on one scale; `limit` is a line across them. `key` are parts with their sizes as text, and `key_of` says whose."""
+    """Several bars with the same scale."""
 
     bars: tuple[AnswerBar, ...]
     full: float
+    """Size of a bar over the full width."""
     limit: float | None = None
+    """Size at which a line crosses all bars. None: no line."""
     key: tuple[tuple[str, str], ...] = ()
+    """Parts in the legend, each with its size as text."""
     key_of: str = ""
+    """Words that say to which bar the sizes in the legend belong."""
 
 
 Block = AnswerTable | AnswerList | RankedPlans | AnswerBars
+"""A part of a section's content."""
 
 
 @dataclass(frozen=True)
 class AnswerSection:
-    """A titled part of an answer."""
+    """A section of an answer, with a title."""
 
     key: str
     """Its name in JSON."""
     title: str
     blocks: tuple[Block, ...]
+    """Its content, from top to bottom."""
     note: str = ""
+    """Lines below the content, in small type."""
     plain: Callable[[], Any] | None = None
-    """Its value in JSON; None where JSON has its numbers inside other values, such as the plan."""
+    """Makes its value in JSON. None if JSON has the numbers of the section elsewhere, such as in the plan."""
 
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence below the head of an answer, behind a word such as "planned only"; `more` are lines that follow it."""
+    """A remark below the title of an answer."""
 
     text: str
+    """The remark."""
     mark: str = ""
+    """A word before the remark, such as "planned only"."""
     more: tuple[str, ...] = ()
+    """Lines that follow the remark."""
 
 
 def status_of(answer: PlanAnswer) -> str:
-    """Whether the plan can be trained, in words."""
+    """Return whether the plan can be trained: one of CAN_BE_TRAINED, PLANNED_ONLY and DOES_NOT_FIT."""
     if answer.does_not_fit:
         return DOES_NOT_FIT
     return PLANNED_ONLY if answer.planned_only else CAN_BE_TRAINED
 
 
 def remarks_of(answer: PlanAnswer) -> Iterator[Remark]:
-    """What is to know before the plan is used."""
+    """Yield what the user should know before using the plan."""
     run = answer.run
     predicted = answer.plan.predicted
     if predicted is not None and run.rl is not None:
@@ -175,20 +199,27 @@ def remarks_of(answer: PlanAnswer) -> Iterator[Remark]:
 
 
 def sections_of(answer: PlanAnswer, *, explain: bool = True) -> Iterator[AnswerSection]:
-    """The sections that the answer has, in their order; without `explain` those that take no further prices of plans."""
+    """Yield the sections that the answer has, in their order.
+
+    Without `explain`, the sections in EXPLAINED are left out, because they need the costs of further plans.
+    """
     for make in SECTIONS:
         if (explain or make not in EXPLAINED) and (section := make(answer)) is not None:
             yield section
 
 
 def sources_of(answer: PlanAnswer) -> dict[str, str]:
-    """The source of the predicted numbers: measured, fitted or guessed."""
+    """Return for each predicted number whether it is measured, fitted or guessed."""
     matmul_format = matmul_dtype(answer.plan.precision, answer.run.cluster)
     return sources(answer.run.cluster, matmul_format, answer.plan)
 
 
 def _rl_remark(answer: PlanAnswer) -> Remark:
-    """The step with `rl` by phases; what is above it is a step of `train.global_batch` rows."""
+    """Return the time of a step of reinforcement learning by phases.
+
+    The figures above it are for a step that trains on `train.global_batch` rows. Here the number of rows is the number
+    that the answers fill.
+    """
     run = answer.run
     assert run.rl is not None
     try:
@@ -209,7 +240,7 @@ def _rl_remark(answer: PlanAnswer) -> Remark:
 
 
 def _untrainable_remark(other: Candidate | None) -> Remark:
-    """The faster plan that this release cannot train, or that there is none."""
+    """Describe the faster plan that this release cannot train, or say that there is none."""
     if other is None:
         return Remark("no plan that this release cannot train is faster")
     text = f"{seconds_text(other.seconds)} a step: {short_line(other.plan)}; {untrainable(other.plan)}"
@@ -217,6 +248,7 @@ def _untrainable_remark(other: Candidate | None) -> Remark:
 
 
 def _probes(answer: PlanAnswer) -> AnswerSection | None:
+    """Return the plans that --probe ran: predicted and measured time and memory."""
     if not answer.probes:
         return None
     plans = tuple(
@@ -240,7 +272,7 @@ def _probes(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _measured_text(probe: Probe) -> str:
-    """Predicted and measured values of a probe."""
+    """Return predicted and measured values of a probe, in words."""
     measured_parts = [f"predicted {seconds_text(probe.predicted_seconds)}"] if probe.predicted_seconds else []
     if probe.measured is not None:
         error_text = f" ({probe.error:+.0%})" if probe.error is not None else ""
@@ -251,6 +283,7 @@ def _measured_text(probe: Probe) -> str:
 
 
 def _plain_probe(probe: Probe) -> dict[str, Any]:
+    """Return a probe as JSON values."""
     return {
         "plan": plain_keys(probe.plan),
         "predicted_seconds": probe.predicted_seconds,
@@ -262,10 +295,12 @@ def _plain_probe(probe: Probe) -> dict[str, Any]:
 
 
 def _facts(answer: PlanAnswer) -> AnswerSection:
+    """Return batch, schedule, strategies of the layers, and precision."""
     return AnswerSection("facts", "plan", (AnswerTable(tuple(facts(answer.run, answer.plan))),))
 
 
 def _mesh(answer: PlanAnswer) -> AnswerSection:
+    """Return the axes of the mesh with the links that they use, and the first nodes with their ranks."""
     rows = tuple(
         (axis, f"{'═══' if 'between' in link else '───'} {link}", traffic)
         for axis, link, traffic in axes(answer.run, answer.plan)
@@ -274,7 +309,7 @@ def _mesh(answer: PlanAnswer) -> AnswerSection:
 
 
 def _nodes(answer: PlanAnswer) -> Iterator[tuple[str, ...]]:
-    """The first nodes and the last, with a mark for each rank and the mesh coordinates of their ranks."""
+    """Yield the first nodes and the last one: name, one mark for each rank, and the mesh coordinates of the ranks."""
     last = as_nodes(answer.run.cluster).nodes - 1
     chips = chips_by_node(answer.run.cluster)
     for node in range(last + 1) if last < NODES_SHOWN else (*range(NODES_SHOWN - 1), last):
@@ -286,6 +321,7 @@ def _nodes(answer: PlanAnswer) -> Iterator[tuple[str, ...]]:
 
 
 def _memory(answer: PlanAnswer) -> AnswerSection:
+    """Return a bar for the memory of each pipeline rank, divided into its parts."""
     by_rank = memory_by_rank(answer.run, answer.plan)
     limit = answer.run.cluster.memory_bytes()
     full = max(limit or 0, *(sum(parts.values()) for _, parts in by_rank))
@@ -299,7 +335,7 @@ def _memory(answer: PlanAnswer) -> AnswerSection:
 
 
 def _memory_bars(by_rank: Sequence[tuple[str, dict[str, int]]]) -> Iterator[AnswerBar]:
-    """All ranks; of many the first three, the fullest and the last two."""
+    """Yield a bar for each rank. If there are more than RANKS_SHOWN: the first three, the fullest and the last two."""
     shown = list(range(len(by_rank)))
     if len(by_rank) > RANKS_SHOWN:
         fullest = max(shown, key=lambda rank: sum(by_rank[rank][1].values()))
@@ -312,6 +348,7 @@ def _memory_bars(by_rank: Sequence[tuple[str, dict[str, int]]]) -> Iterator[Answ
 
 
 def _step(answer: PlanAnswer) -> AnswerSection | None:
+    """Return a bar for each part of the step time."""
     predicted = answer.plan.predicted
     if predicted is None or not predicted.step_seconds:
         return None
@@ -330,6 +367,7 @@ def _step(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _checkpoints(answer: PlanAnswer) -> AnswerSection | None:
+    """Return what checkpoints cost. None if the run writes only the last one."""
     cost = checkpoint_cost(answer.run, answer.plan)
     return (
         None
@@ -339,6 +377,7 @@ def _checkpoints(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _effective_time(answer: PlanAnswer) -> AnswerSection | None:
+    """Return the effective training time. None if the run writes no periodic checkpoints, or if its step time is not known."""
     effective = predict_effective_time(answer.run, answer.plan)
     if effective is None:
         return None
@@ -351,6 +390,7 @@ def _effective_time(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _expense(answer: PlanAnswer) -> AnswerSection | None:
+    """Return money, energy and days. None if the step time is not known."""
     spent = answer.expense
     return (
         None
@@ -360,6 +400,7 @@ def _expense(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _chips(answer: PlanAnswer) -> AnswerSection | None:
+    """Return a table of the same job on other chips, for --chips."""
     if not answer.question.chips:
         return None
     prices = {entry.chip: entry.expense.price_per_gpu_hour for entry in answer.chips if entry.expense}
@@ -387,6 +428,7 @@ def _chips(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _chip_row(answer: PlanAnswer, entry: ChipPoint) -> tuple[str, ...]:
+    """Return a row of the table of chips. A chip that cannot do the job has the reason instead of figures."""
     point = entry.point
     spent = entry.expense
     if spent is None or point.answer is None or point.tokens_per_second is None or point.seconds is None:
@@ -408,11 +450,13 @@ def _known(value: float | None, text: Callable[[float], str]) -> str:
 
 
 def _plain_chip(point: ChipPoint) -> dict[str, Any]:
+    """Return a chip's result as JSON values."""
     body = {"chip": point.chip, **_plain_point(point.point, None, None)}
     return {**body, "expense": to_plain(point.expense) if point.expense else None}
 
 
 def _software(answer: PlanAnswer) -> AnswerSection | None:
+    """Return a table of the same job with other software, for --software."""
     if not answer.question.software:
         return None
     rows = []
@@ -439,6 +483,7 @@ def _software(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _features(answer: PlanAnswer) -> AnswerSection | None:
+    """Return a table of what features of other systems would change, for --features."""
     if not answer.question.features:
         return None
     title = "what features of other systems' expert parallelism would change"
@@ -457,6 +502,7 @@ def _features(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _formats(answer: PlanAnswer) -> AnswerSection | None:
+    """Return a table of the step time with matmuls in other formats, for --precision."""
     if answer.question.precision is None:
         return None
     title = "this plan with matmuls in other formats, the fastest first"
@@ -481,7 +527,7 @@ def _formats(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _accuracy(answer: PlanAnswer) -> AnswerSection | None:
-    """The accuracy of the formats in the table above it."""
+    """Return the accuracy of the formats in the table above it. Formats that differ between dense layers and experts are left out."""
     if not answer.formats:
         return None
     return _listed(
@@ -490,10 +536,12 @@ def _accuracy(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _why(answer: PlanAnswer) -> AnswerSection | None:
+    """Return the reasons for the plan."""
     return _listed("why", "why this plan", answer.plan.why) if answer.plan.why else None
 
 
 def _runner_ups(answer: PlanAnswer) -> AnswerSection | None:
+    """Return the next best plans, and why they were not chosen."""
     plans = []
     for number, other in enumerate(answer.others[:MOST_RUNNER_UPS], 2):
         predicted = other.plan.predicted
@@ -512,6 +560,7 @@ def _runner_ups(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _plain_runner_up(answer: PlanAnswer, other: Candidate) -> dict[str, Any]:
+    """Return a runner-up as JSON values."""
     return {
         "name": plan_name(other.plan),
         "fits": other.fits,
@@ -522,6 +571,7 @@ def _plain_runner_up(answer: PlanAnswer, other: Candidate) -> dict[str, Any]:
 
 
 def _samples(answer: PlanAnswer) -> AnswerSection | None:
+    """Return layouts for samples of unequal lengths. None if all sequences are equally long."""
     choice = answer.samples
     if choice is None:
         return None
@@ -535,11 +585,13 @@ def _samples(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _limits(answer: PlanAnswer) -> AnswerSection | None:
+    """Return what limits the step."""
     found = limits(answer.run, answer.plan)
     return _listed("limits", "what limits the step", [limit.text for limit in found], lambda: to_plain(found))
 
 
 def _changes(answer: PlanAnswer) -> AnswerSection:
+    """Return a table of what single changes would gain."""
     rows = tuple(
         (
             change.name,
@@ -556,7 +608,7 @@ def _changes(answer: PlanAnswer) -> AnswerSection:
 
 
 def _plain_objective(answer: PlanAnswer) -> dict[str, Any]:
-    """The range of the objective and its choice."""
+    """Return the sizes or trainings that the objective compared, as JSON values."""
     price = answer.question.price
     body: dict[str, Any] = {"name": answer.question.objective, "gpus": answer.plan.ranks, "tokens": answer.tokens}
     if answer.trainings:
@@ -565,7 +617,7 @@ def _plain_objective(answer: PlanAnswer) -> dict[str, Any]:
 
 
 def _sizes(answer: PlanAnswer) -> AnswerSection | None:
-    """The sizes of --gpus, or the cluster's own where the objective is the cost."""
+    """Return a table of the numbers of GPUs in --gpus. With --objective cost and no --gpus, it has the cluster's own number only."""
     tokens = answer.tokens
     points = answer.priced_points
     if not points:
@@ -604,6 +656,7 @@ def _sizes(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _trainings(answer: PlanAnswer) -> AnswerSection | None:
+    """Return a table of the batches and numbers of GPUs that reach one loss soonest, for --objective training."""
     if not answer.trainings:
         return None
     rate = price_of(answer.run.cluster, answer.question.price)
@@ -641,6 +694,7 @@ def _trainings(answer: PlanAnswer) -> AnswerSection | None:
 
 
 def _sources(answer: PlanAnswer) -> AnswerSection:
+    """Return whether each predicted number is measured, fitted or guessed."""
     found = sources_of(answer)
     return AnswerSection(
         "sources", "where the numbers come from", (AnswerTable(tuple(found.items())),), plain=lambda: found
@@ -648,10 +702,12 @@ def _sources(answer: PlanAnswer) -> AnswerSection:
 
 
 def _listed(key: str, title: str, sentences: Iterable[str], plain: Callable[[], Any] | None = None) -> AnswerSection:
+    """Return a section with a list of sentences."""
     return AnswerSection(key, title, (AnswerList(tuple(sentences)),), plain=plain)
 
 
 def _plain_point(point: Point, tokens: float | None, price: float | None) -> dict[str, Any]:
+    """Return the result for one number of GPUs as JSON values. `tokens` is the length of the training, `price` that of a GPU-hour."""
     hours = point.gpu_hours(tokens) if tokens else None
     price = price_of(point.run.cluster, price).value
     return {
@@ -669,6 +725,7 @@ def _plain_point(point: Point, tokens: float | None, price: float | None) -> dic
 
 
 def _plain_training(training: Training, price: float | None) -> dict[str, Any]:
+    """Return one training of the table of `_trainings` as JSON values."""
     price = price_of(training.point.run.cluster, price).value
     return {
         "gpus": training.point.gpus,
@@ -704,6 +761,6 @@ SECTIONS: tuple[Callable[[PlanAnswer], AnswerSection | None], ...] = (
     _trainings,
     _sources,
 )
-"""Sections of an answer in their order; one that the answer does not have is None."""
+"""Functions that make the sections, in the order of the answer. A function returns None if the answer has no such section."""
 EXPLAINED = (_limits, _changes)
-"""Sections that JSON has with --explain only, as they take further prices of plans."""
+"""Sections that JSON has only with --explain, because they need the costs of further plans."""

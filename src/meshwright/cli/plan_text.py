@@ -1,4 +1,4 @@
-"""The answer of `meshwright plan` for a terminal: tables, bars and sentences, at least 80 columns wide."""
+"""Shows the answer of `meshwright plan` in a terminal, which should have at least 80 columns: tables, bars and sentences."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MEMORY_LETTERS = {
     "snapshot": "S",
     "rollouts": "R",
 }
-"""Letters of the parts of a memory bar."""
+"""The letters that stand for the parts of memory in a bar."""
 
 LAST_COLUMN = 20
 """Fewest characters of the last column of a table."""
@@ -59,6 +59,7 @@ def show(answer: PlanAnswer) -> None:
 
 
 def _head(console: Console, answer: PlanAnswer) -> None:
+    """Print the model, the cluster, the plan, its figures and the remarks."""
     run = answer.run
     name = run.model.preset or run.model.family
     size = f"{number_text.short(parameter_count(run.model))} parameters"
@@ -79,7 +80,7 @@ def _remark_text(remark: Remark) -> str:
 
 
 def _figures(predicted: Predicted, memory: int | None) -> str:
-    """Speed and memory in two lines, or memory alone if no step time is known."""
+    """Return speed and memory in two lines. Only memory if the step time is not known."""
     capacity_text = f" of {memory / 1e9:.0f} GB" if memory else ""
     memory_text = f"{bytes_text(predicted.memory_peak_bytes)}{capacity_text} on the fullest rank"
     if not (predicted.step_seconds and predicted.low_seconds and predicted.high_seconds):
@@ -91,6 +92,7 @@ def _figures(predicted: Predicted, memory: int | None) -> str:
 
 
 def _section(console: Console, section: AnswerSection) -> None:
+    """Print a section. Nothing is printed if it has no content."""
     shown = [block for block in section.blocks if not _is_empty(block)]
     if not shown and not section.note:
         return
@@ -102,6 +104,7 @@ def _section(console: Console, section: AnswerSection) -> None:
 
 
 def _is_empty(block: Block) -> bool:
+    """Return whether a block has no content."""
     match block:
         case AnswerTable():
             return not block.rows
@@ -114,6 +117,7 @@ def _is_empty(block: Block) -> bool:
 
 
 def _print_block(console: Console, block: Block) -> None:
+    """Print one block of a section."""
     match block:
         case AnswerTable(rows, heads) if heads:
             columns = (Column(head, min_width=max(map(len, head.split()), default=0)) for head in heads)
@@ -163,6 +167,7 @@ def _print_rows(console: Console, table: Table, rows: Iterable[tuple[str, ...]],
 
 
 def _print_bars(console: Console, block: AnswerBars) -> None:
+    """Print bars, and their legend if they have several parts."""
     table = Table.grid(padding=(0, 2, 0, 0))
     width = max(20, min(60, console.width - 44))
     for bar in block.bars:
@@ -176,7 +181,10 @@ def _print_bars(console: Console, block: AnswerBars) -> None:
 
 
 def _bar(bar: AnswerBar, block: AnswerBars, width: int) -> str:
-    """A bar. Where bars have several parts, each part has its letter, and dots are what is left of the scale."""
+    """Return a bar of `width` characters.
+
+    If bars have several parts, each part is drawn with its letter, and dots fill the rest of the scale.
+    """
     if not block.key:
         return "█" * round(sum(size for _, size in bar.parts) / block.full * width)
     text = ""

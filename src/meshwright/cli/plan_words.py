@@ -1,4 +1,4 @@
-"""Descriptions of a plan, printed by `plan`, `simulate`, `train` and the HTML page: in one line, by field, by mesh axis."""
+"""Describes plans in words for `plan`, `simulate`, `train` and the HTML page: in one line, by field, and by mesh axis."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
 
 STAGES_SHOWN = 8
-"""Most stages of a rank whose layer ranges are printed."""
+"""Maximum number of stages of a rank whose layer ranges are printed."""
 
 
 def caution(run: RunSpec) -> str:
-    """A warning about the accuracy of the predicted seconds; empty if measured runs confirm it."""
+    """Return a warning about the accuracy of the predicted seconds. Empty if measured runs confirm the prediction."""
     if is_guessed(run.cluster):
         return unpredicted_message(run.cluster)
     if STACK != "meshwright":
@@ -59,7 +59,10 @@ def caution(run: RunSpec) -> str:
 
 
 def remarks(run: RunSpec) -> Iterator[str]:
-    """Assumptions that the planner makes about unusual clusters: chips without bf16, more chips per node than vendors build."""
+    """Yield the assumptions that the planner makes about unusual clusters.
+
+    These are chips without bf16, and nodes with more chips than vendors build.
+    """
     chip = CHIPS.get(run.cluster.gpu)
     per_node = run.cluster.ranks_per_node
     network = run.cluster.network
@@ -77,13 +80,13 @@ def remarks(run: RunSpec) -> Iterator[str]:
 
 
 def plan_line(run: RunSpec, plan: Plan) -> str:
-    """A plan in one line: mesh, schedule, batch, layer strategies."""
+    """Return a plan in one line: mesh, schedule, batch and strategies of the layers."""
     batch_text = f"{plan.batch.accumulate} micro-batches of {plan.batch.micro_batch} × {run.train.seq_len} tokens"
     return f"{axes_line(plan)}, {batch_text}, {layers_line(plan)}"
 
 
 def axes_line(plan: Plan) -> str:
-    """The name of the layout, and how its experts are spread where that is not the default."""
+    """Return the name of the layout of a plan, and how its experts are spread if that is not the default."""
     text = layout_name(plan)
     experts = plan.experts
     if experts is None:
@@ -94,13 +97,13 @@ def axes_line(plan: Plan) -> str:
 
 
 def short_line(plan: Plan) -> str:
-    """A short description of a plan: its name, its copy engines, and its layers."""
+    """Return a short description of a plan: its name, what its copy engines transfer, and the strategies of its layers."""
     engines = "".join(f", {option.transfer_name} by copy engines" for option in copied_options(plan))
     return f"{plan_name(plan)}{engines}, {layers_line(plan)}"
 
 
 def layers_line(plan: Plan) -> str:
-    """The strategies; several strategies each with its layers or their number."""
+    """Return the strategies of the layers. If there are several, each one is followed by its layers or their number."""
     grouped = _by_strategy(plan)
     if len(grouped) == 1:
         return next(iter(grouped))
@@ -109,14 +112,14 @@ def layers_line(plan: Plan) -> str:
 
 
 def _layer_facts(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str]]:
-    """A fact for each layer strategy, with the numbers of its layers."""
+    """Yield one fact for each different strategy, with the numbers of its layers."""
     for text, strategies in _by_strategy(plan).items():
         layers = {layer for strategy in strategies for layer in layer_range(strategy.range, run.model.layers)}
         yield "layers", text if len(layers) == run.model.layers else f"{layer_numbers(layers)}: {text}"
 
 
 def _by_strategy(plan: Plan) -> dict[str, list[LayerStrategy]]:
-    """Layer strategies by their description."""
+    """Return the layer strategies of a plan, grouped by their description."""
     grouped: dict[str, list[LayerStrategy]] = {}
     for strategy in plan.layers:
         grouped.setdefault(_strategy(strategy, gathered=divides_weights(plan)), []).append(strategy)
@@ -124,7 +127,7 @@ def _by_strategy(plan: Plan) -> dict[str, list[LayerStrategy]]:
 
 
 def machines_line(cluster: ClusterSpec) -> str:
-    """The nodes and their devices; each group of equal nodes separately."""
+    """Return the nodes of a cluster and their devices. Groups of equal nodes are listed separately."""
     if cluster.emulate_nodes > 1:
         return f"{cluster.nodes:,} × {cluster.gpus_per_node} {cluster.gpu}, emulating {cluster.emulate_nodes} nodes"
     runs = node_type_runs(cluster)
@@ -138,7 +141,7 @@ def machines_line(cluster: ClusterSpec) -> str:
 
 
 def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
-    """(label, text) facts of the plan, without its mesh."""
+    """Return facts about the plan other than its mesh, as pairs (label, text)."""
     batch = plan.batch
     precision = plan.precision
     ranks = "ranks" if plan.data_ranks == plan.ranks else "data ranks"
@@ -178,7 +181,7 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
 
 
 def adapter_text(model: ModelSpec, seq_len: int) -> str:
-    """What the adapters of a model are and save, in words."""
+    """Describe in words the adapters of the model, which parameters are trained, and the FLOPs compared with full training."""
     adapter = model.adapter
     base = without_adapter(model)
     assert adapter is not None
@@ -192,7 +195,7 @@ def adapter_text(model: ModelSpec, seq_len: int) -> str:
 
 
 def _prediction_text(run: RunSpec, plan: Plan) -> str:
-    """Return the costs of the modules that predict further tokens, in words."""
+    """Describe in words what the modules that predict further tokens cost: parameters, FLOPs, memory and time."""
     model = run.model
     seq = run.train.seq_len
     without = replace(model, prediction_depth=0)
@@ -218,7 +221,7 @@ def _prediction_text(run: RunSpec, plan: Plan) -> str:
 
 
 def axes(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """(axis and size, the link it uses, the data it carries) for each axis in use, outermost first."""
+    """Yield (axis with its size, link that it uses, data that it carries) for each axis with more than one rank, outermost first."""
     for axis in plan.mesh:
         if axis.size > 1:
             yield axis_with_term(axis.axis, axis.size), border(run, plan, axis.axis), MOVES[axis.axis]
@@ -227,7 +230,7 @@ def axes(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def node_line(run: RunSpec, plan: Plan, node: int) -> tuple[str, int]:
-    """The mesh coordinates of a node's ranks, and the number of its ranks."""
+    """Return the mesh coordinates of the ranks on node number `node`, and how many ranks it has."""
     per_node = as_nodes(run.cluster).gpus_per_node
     layout = Layout.of(plan, per_node)
     ranks = range(node * per_node, min((node + 1) * per_node, layout.ranks))
@@ -237,17 +240,17 @@ def node_line(run: RunSpec, plan: Plan, node: int) -> tuple[str, int]:
 
 
 def chips_by_node(cluster: ClusterSpec) -> list[str]:
-    """Each node's chip; empty if all chips are the same."""
+    """Return the chip of each node. Empty if all nodes have the same chip."""
     chips = [node_type.gpu for node_type, count in node_type_runs(cluster) for _ in range(count)]
     return chips if len(set(chips)) > 1 else []
 
 
 BESIDE_TRAINING = ("snapshot", "rollouts")
-"""Parts of the memory that every rank has beside its part of the training."""
+"""Parts of the memory that every rank has in addition to its part of the training."""
 
 
 def memory_by_rank(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]:
-    """(pipeline rank with its layers, bytes by part), by pipeline rank."""
+    """Return the bytes of memory by part, for each pipeline rank: [(rank with its layers, {part: bytes})]."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
     beside = {key: plan.predicted.memory_bytes.get(key, 0) for key in BESIDE_TRAINING} if plan.predicted else {}
     others = {key: size for key, size in beside.items() if size}
@@ -263,7 +266,10 @@ def memory_by_rank(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]
 
 
 def expense_sentences(spent: Expense, idle: Idle | None) -> Iterator[str]:
-    """Price, power and what a million tokens and the whole training take."""
+    """Yield sentences about the price, the power, and the costs of a million tokens and of the whole training.
+
+    `idle` tells about devices that do not train; their costs are not counted.
+    """
     price = spent.price_per_gpu_hour
     watts = spent.watts_per_gpu
     each = []
@@ -304,23 +310,23 @@ def price_sentence(price: Rate) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits and a unit: 12.0 s, 0.436 s, 38.2 ms."""
+    """Return seconds with three digits and a unit, such as 12.0 s, 0.436 s and 38.2 ms."""
     value, unit = (seconds, "s") if seconds >= 0.1 else (1e3 * seconds, "ms")
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:#.3g} {unit}"
 
 
 def bytes_text(count: float) -> str:
-    """93.1 GB, 268 MB, 3.04 MB."""
+    """Return bytes in GB or MB, such as 93.1 GB, 268 MB and 3.04 MB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
 def three_digits(number: float) -> str:
-    """A number with three significant digits."""
+    """Return a number with three significant digits."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def two_digits(number: float) -> str:
-    """A number with the two digits that a prediction justifies: 1,200, 35, 0.42."""
+    """Return a number with two significant digits, as a prediction is not more precise: 1,200, 35, 0.42."""
     rounded = float(f"{number:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.2g}"
 
@@ -342,6 +348,6 @@ def _span(axis: str, indices: list[int]) -> str:
 
 
 def _stages(stages: tuple[range, ...]) -> str:
-    """Layer ranges as text, the first `STAGES_SHOWN` of them."""
+    """Return layer ranges as text. Only the first `STAGES_SHOWN` are listed."""
     shown = [f"{layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"{layers.start}" for layers in stages]
     return ", ".join(shown[:STAGES_SHOWN]) + (f", … ({len(shown)} stages)" if len(shown) > STAGES_SHOWN else "")

@@ -1,4 +1,4 @@
-"""The figures of a planned deployment, and sentences with them, for the terminal and the page."""
+"""Figures of a planned deployment, and sentences about them, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from meshwright.planner.deployment_search import DeploymentAnswer, DeploymentOpt
 from meshwright.spec.deployment import Deployment, DeploymentSpec, deployment_name
 
 LIMIT_FACTORS = tuple(factor / 10 for factor in range(4, 21))
-"""Factors of both limits for which the plan shows the attainment."""
+"""Factors by which both limits are multiplied to show how the attainment depends on them."""
 INSTANCE_HEADS = ("role", "instances", "tensor", "expert", "prompt tokens a step")
+"""Heads of the table of instances."""
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """The planner's answer with its question."""
+    """The planner's answer, together with the question."""
 
     spec: DeploymentSpec
+    """The question."""
     answer: DeploymentAnswer
+    """The planner's answer."""
     rate: float
-    """Requests per second of the workload."""
+    """Requests per second of the workload itself. 0 if all requests arrive at once."""
 
     @property
     def fewest(self) -> Deployment:
         """The deployment on the fewest devices that serves the workload's own rate within the limits.
 
-        It has whole instances of one of the simulated deployments, in the same proportion. Fewer instances share load a little less
-        evenly than the simulated ones.
+        It is a part of one of the simulated deployments, with instances of the same kinds in the same proportion,
+        rounded up. It was not simulated itself; fewer instances share the load a little less evenly.
         """
         answer = self.answer
         ranks = self.spec.cluster.ranks
@@ -39,7 +42,7 @@ class ServePlan:
 
 
 def headline(plan: ServePlan) -> str:
-    """Goodput with its band, in a sentence."""
+    """Return one sentence with the goodput and its 80% interval."""
     answer = plan.answer
     ranks = plan.spec.cluster.ranks
     rate = answer.chosen.goodput_per_gpu
@@ -50,7 +53,7 @@ def headline(plan: ServePlan) -> str:
 
 
 def limits_line(plan: ServePlan) -> str:
-    """The limits, and the gain over colocated instances."""
+    """Return one sentence with the limits, which of them decides the goodput, and the gain over the best colocated deployment."""
     limits = plan.spec.serve.limits
     if plan.spec.model.head == "score":
         return f"{limits.attainment:.0%} of requests within {limits.ttft_seconds:g} s to their score"
@@ -63,13 +66,13 @@ def limits_line(plan: ServePlan) -> str:
 
 
 def _part(deployment: Deployment, share: float) -> Deployment:
-    """A share of a deployment, in whole instances."""
+    """Return the fraction `share` of a deployment, rounded up to whole instances."""
     counts = (replace(instance, count=max(1, ceil(share * instance.count))) for instance in deployment.instances)
     return replace(deployment, instances=tuple(counts))
 
 
 def rate_line(plan: ServePlan) -> str:
-    """The share of the goodput that the workload's own rate takes, and the fewest devices that serve it."""
+    """Return one sentence: which fraction of the goodput the workload's own rate is, and how many devices suffice for it."""
     if not plan.rate:
         return "the workload's requests arrive at once: it has no rate of its own"
     share = plan.rate / (plan.answer.chosen.goodput_per_gpu * plan.spec.cluster.ranks)
@@ -79,14 +82,14 @@ def rate_line(plan: ServePlan) -> str:
 
 
 def search_line(answer: DeploymentAnswer) -> str:
-    """How the plan was found."""
+    """Return one sentence about the search: how many deployments were considered and simulated."""
     simulated = 1 + len(answer.alternatives)
     unit = f", one of {answer.units} equal parts of the cluster" if answer.units > 1 else ""
     return f"best of {answer.considered:,} deployments, {simulated} simulated{unit}, found in {answer.search_seconds:.1f} s"
 
 
 def instance_lines(answer: DeploymentAnswer) -> list[tuple[str, ...]]:
-    """(role, count, tensor, expert, token budget) of each entry of the chosen deployment."""
+    """Return a table row for each kind of instance, with the columns `INSTANCE_HEADS`."""
     return [
         (i.role, f"{i.count:,}", f"{i.tensor}", f"{i.expert}", f"{i.token_budget:,}")
         for i in answer.deployment.instances
@@ -94,13 +97,16 @@ def instance_lines(answer: DeploymentAnswer) -> list[tuple[str, ...]]:
 
 
 def scaled_limits(answer: DeploymentAnswer) -> list[tuple[float, float]]:
-    """(factor of both limits, attainment) of the chosen deployment at its goodput."""
+    """Return (factor of both limits, attainment) of the chosen deployment at its goodput. Empty if it was not simulated."""
     served = answer.chosen.goodput.served
     return [] if served is None else [(factor, served.attainment_within(factor)) for factor in LIMIT_FACTORS]
 
 
 def divisions(answer: DeploymentAnswer) -> list[tuple[float, float]]:
-    """(share of devices that compute prompts only, goodput) of each simulated deployment that can be served, ascending."""
+    """Return (fraction of devices in prefill instances, goodput per device) of each simulated deployment, ascending.
+
+    Deployments that cannot be served are left out.
+    """
     options = [option for option in (answer.chosen, *answer.alternatives) if option.deployment.runnable]
     return sorted((_prefill_share(option), option.goodput_per_gpu) for option in options)
 

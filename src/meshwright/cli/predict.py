@@ -1,4 +1,4 @@
-"""`meshwright predict`: predicted and measured figures of published runs."""
+"""`meshwright predict`: compares predicted and measured figures of published runs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.calibration.record_predictions import Prediction
 
 REQUIRED = ("gpu", "gpus", "tp", "pp")
+"""Columns that the table must have."""
 
 
 def predict(
@@ -49,6 +50,7 @@ def predict(
 
 
 def _read(path: Path) -> list[dict[str, str]]:
+    """Return the rows of the table as strings by column. Raises BadInput if the file is no CSV file or lacks a required column."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, restkey="more")
@@ -70,6 +72,10 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[str, Any]:
+    """Return the predicted and the measured figures of one row.
+
+    `index` counts rows from 0. Memory is in GiB, although its keys end in `gb`.
+    """
     from meshwright.calibration.published_records import measured_seconds, number_or_none
 
     return {
@@ -91,6 +97,7 @@ def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[
 
 
 def _summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the errors over all rows that have a measured and a predicted step time."""
     compared = [answer for answer in answers if answer["measured_step_seconds"] and answer["predicted_step_seconds"]]
     sources, classes = (_errors_by(compared, key) for key in ("source", "class"))
     medians = [entry["median_error"] for entry in sources]
@@ -115,7 +122,7 @@ def _summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _errors_by(compared: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Errors and the share of rows inside their bands, for each value of `key`."""
+    """Return errors, and the fraction of rows inside their intervals, for each value of the column `key`."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for answer in compared:
         groups[answer[key]].append(answer)
@@ -133,16 +140,18 @@ def _errors_by(compared: list[dict[str, Any]], key: str) -> list[dict[str, Any]]
 
 
 def _error(answer: dict[str, Any]) -> float:
+    """Return the relative error of the predicted step time."""
     return float(abs(answer["predicted_step_seconds"] / answer["measured_step_seconds"] - 1))
 
 
 def _inside(answers: list[dict[str, Any]]) -> float:
-    """Share of rows whose measured time is inside the band."""
+    """Return the fraction of rows whose measured time is inside the predicted interval."""
     inside = [answer["low_seconds"] <= answer["measured_step_seconds"] <= answer["high_seconds"] for answer in answers]
     return sum(inside) / len(inside)
 
 
 def _quantile(values: list[float], share: float) -> float:
+    """Return the quantile `share` (0 to 1) of some values, interpolated linearly."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     below = int(position)
@@ -151,6 +160,7 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 def _print_table(answers: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    """Print errors by source and by class, the summary, and why rows were not predicted."""
     print(f"{'rows':>6} {'median':>7} {'p90':>7} {'worst':>7} {'in band':>7}  error of predicted step time, by source")
     for entry in sorted(summary["sources"], key=lambda entry: -entry["rows"]):
         print(f"{_figures(entry)}  {entry['source']}")

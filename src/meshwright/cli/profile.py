@@ -1,4 +1,4 @@
-"""`meshwright profile`: measure this machine, or correct its figures by a finished run."""
+"""`meshwright profile`: measures this machine, or corrects its figures by a finished run."""
 
 from __future__ import annotations
 
@@ -139,15 +139,18 @@ def profile(
 
 
 def _cluster_of(folder: Path) -> ClusterSpec:
-    """The cluster of the run in `folder`."""
+    """Return the cluster of the run in `folder`."""
     from meshwright.config.load import load_plan, load_resolved
 
-    load_plan(folder / "plan.yaml")  # a bad plan is reported before ranks start
+    load_plan(folder / "plan.yaml")  # Reports a bad plan before ranks start.
     return load_resolved(folder / "config.yaml").cluster
 
 
 def _cluster(arguments: list[str] | None) -> ClusterSpec:
-    """The cluster that the command line describes; its devices must be on this host."""
+    """Return the cluster that the command line describes.
+
+    Its devices must be on this host. Raises BadInput for keys of other sections.
+    """
     from meshwright.config.load import load_cluster
     from meshwright.launch.machine import found_cluster
 
@@ -161,7 +164,7 @@ def _cluster(arguments: list[str] | None) -> ClusterSpec:
 
 
 def _measured(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | None) -> MachineProfile:
-    """The measurements of this host's ranks; under a launcher, every rank but the first exits here."""
+    """Measure the devices of this host. If a launcher started this process, every rank but the first exits here."""
     from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
     if not started_by_launcher():
@@ -176,7 +179,10 @@ def _measured(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | Non
 
 
 def _measured_here(cluster: ClusterSpec, seconds: float | None, shapes_of: Path | None) -> MachineProfile:
-    """Start a rank for every device of this host. If they fail, exit with their code and keep logs that have a traceback."""
+    """Start one rank for every device of this host and return their measurements.
+
+    If the ranks fail, exit with their code. Their logs are kept if they contain a traceback.
+    """
     from meshwright.config.profile_file import load_profile
     from meshwright.launch.local import run_ranks
     from meshwright.launch.machine import rank_threads
@@ -216,7 +222,7 @@ def _absolute(folder: Path | None) -> str | None:
 
 
 def _correct(folder: Path, out: Path | None) -> None:
-    """Correct the machine's profile by the predicted and measured step time of the run in `folder`."""
+    """Correct the profile of the machine by the predicted and the measured step time of the run in `folder`."""
     from meshwright.config.load import load_plan, load_resolved
     from meshwright.config.profile_file import load_profile, to_json
     from meshwright.observe.prediction_check import WARM_UP
@@ -243,7 +249,12 @@ def _correct(folder: Path, out: Path | None) -> None:
 
 
 def _measured_step(folder: Path, first: int) -> float:
-    """Median seconds of the run's steps behind the first `first`, which warm up or have a smaller batch."""
+    """Return the median seconds of the run's steps after step `first`.
+
+    The steps up to `first` warm up or have a smaller batch.
+
+    If the run has a prediction check, its measured value is used. Raises BadInput if there are too few steps.
+    """
     from meshwright.observe.prediction_check import FEWEST_STEPS, typical_step
     from meshwright.observe.runfolder import read_run
 
@@ -261,7 +272,7 @@ def _measured_step(folder: Path, first: int) -> float:
 
 
 def _unmeasured(folder: Path, cluster: ClusterSpec) -> MachineProfile:
-    """An empty profile of the run's machine."""
+    """Return a profile of the run's machine without measurements."""
     from meshwright.observe.runfolder import read_run
     from meshwright.spec.profile import MachineProfile
 

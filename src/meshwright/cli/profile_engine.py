@@ -1,4 +1,4 @@
-"""`meshwright profile --serve`: measures the inference engine's steps on this machine, for plans of deployments."""
+"""`meshwright profile --serve`: measures steps of the inference engine on this machine, for plans of deployments."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ if TYPE_CHECKING:
     from meshwright.spec.serve_profile import EngineProfile
 
 GPU_SECONDS = 75.0
+"""Seconds of measurement on a GPU if the command line gives none. The engine may need half a minute to start."""
 CPU_SECONDS = 10.0
-"""Seconds of measurement if the command line gives none; a GPU's engine needs up to half a minute to start."""
+"""Seconds of measurement on a CPU if the command line gives none."""
 SEQUENCES = 256
+"""Maximum number of sequences that the measured engine runs at the same time."""
 
 
 def profile_engine(
     path: Path | None, overrides: Sequence[str], out: Path, seconds: float | None, as_json: bool
 ) -> None:
-    """Measure the engine with the model and formats of a file or of the command line, and add the figures to `out`."""
+    """Measure the engine with the model and the formats of a file or of overrides, and add the figures to the profile `out`."""
     from meshwright.serve.engine_profile import measure_engine
     from meshwright.spec.engine import EngineOptions
 
@@ -57,7 +59,7 @@ def profile_engine(
 
 
 def _question(path: Path | None, overrides: Sequence[str]) -> tuple[ModelSpec, Quantisation, ClusterSpec]:
-    """The model, its formats, and this machine."""
+    """Return the model, its formats, and the cluster of one device of this machine."""
     from meshwright.config.deployment_file import asks_for_deployment, load_deployment_spec
     from meshwright.config.load import load_run
     from meshwright.families.folder import folder_spec
@@ -77,13 +79,13 @@ def _question(path: Path | None, overrides: Sequence[str]) -> tuple[ModelSpec, Q
         )
     if path is None and not overrides:
         raise BadInput("profile --serve needs a model: a file with one, or e.g. model=llama3-8b")
-    unused = ["train.seq_len=1"] if path is None else []  # fits every model.max_seq_len
+    unused = ["train.seq_len=1"] if path is None else []  # This sequence length fits every model.max_seq_len.
     run = load_run(path, [*overrides, "cluster=auto", *unused], detect=found_cluster, model_reader=folder_spec)
     return _dimensions(run.model), Quantisation(), here
 
 
 def _dimensions(model: ModelSpec) -> ModelSpec:
-    """The dimensions without the other keys of a section `model`, and a vocabulary if the tokenizer's is not known."""
+    """Return the dimensions of the model only. If the vocabulary is not known, 4096 tokens are assumed."""
     from dataclasses import fields
 
     from meshwright.spec.model import ModelSpec
@@ -93,7 +95,10 @@ def _dimensions(model: ModelSpec) -> ModelSpec:
 
 
 def _with_engine(out: Path, measured: EngineProfile, cluster: ClusterSpec) -> MachineProfile:
-    """The profile in `out`, or a new one, with this measurement in place of an earlier one of the same model and formats."""
+    """Return the profile in `out`, or a new one, with `measured` added.
+
+    It replaces an earlier measurement of the same model and formats.
+    """
     from meshwright.config.profile_file import load_profile
 
     before = load_profile(out) if out.is_file() else _empty(measured.date, cluster)
@@ -103,7 +108,7 @@ def _with_engine(out: Path, measured: EngineProfile, cluster: ClusterSpec) -> Ma
 
 
 def _empty(date: str, cluster: ClusterSpec) -> MachineProfile:
-    """A profile without other measurements."""
+    """Return a profile of this machine without measurements."""
     import torch
 
     from meshwright.spec.profile import MachineProfile
@@ -122,7 +127,7 @@ def _empty(date: str, cluster: ClusterSpec) -> MachineProfile:
 
 
 def _table(measured: EngineProfile) -> list[str]:
-    """The measured steps beside those of the constants, and the constants."""
+    """Return a table of the measured steps with the times that the fitted constants give, followed by the constants."""
     from meshwright.costs.serve_work import device_work
     from meshwright.costs.step_times import InstanceStepTimes
 

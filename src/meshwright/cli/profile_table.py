@@ -1,4 +1,4 @@
-"""Output of `meshwright profile`: for each measurement its range, and the fit of the cost model's formula."""
+"""The output of `meshwright profile`: for each measurement its range, and the fit of the cost model's formula."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def table(profile: MachineProfile) -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the output."""
     head = (
         f"{profile.device}: {profile.devices} × {profile.gpu} a node, {profile.nodes} node{'s' * (profile.nodes > 1)}"
     )
@@ -22,6 +22,7 @@ def table(profile: MachineProfile) -> list[str]:
 
 
 def _matmuls(profile: MachineProfile) -> Iterator[tuple[str, str]]:
+    """Yield the range of measured matmul rates for each number format."""
     for number_format in dict.fromkeys(entry.format for entry in profile.products):
         matmuls = [entry for entry in profile.products if entry.format == number_format]
         rates = sorted(matmuls, key=_rate)
@@ -36,10 +37,12 @@ def _matmuls(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 
 
 def _rate(entry: MatmulTime, *, burst: bool = False) -> float:
+    """Return the FLOP/s of a matmul. With `burst`, as measured on a device that had rested."""
     return 2.0 * entry.m * entry.k * entry.n / (entry.burst_seconds if burst else entry.seconds)
 
 
 def _attention(profile: MachineProfile) -> Iterator[tuple[str, str]]:
+    """Yield the range of measured attention rates, as 4 FLOPs per token, key and head dimension forward and 10 backward."""
     if profile.attention:
         rates = [
             14.0
@@ -57,11 +60,12 @@ def _attention(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 
 
 def flops_text(rate: float) -> str:
-    """A rate in floating-point operations a second, as text."""
+    """Return a rate in floating-point operations per second, as text."""
     return f"{rate / 1e12:.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.4g} GFLOP/s"
 
 
 def _memory(profile: MachineProfile) -> Iterator[tuple[str, str]]:
+    """Yield the rates of memory, of the optimizer and of kernel launches."""
     for name, rate in (("copy", profile.copy_bytes_per_s), ("element-wise pass", profile.pass_bytes_per_s)):
         if rate:
             yield name, f"{rate / 1e9:.4g} GB/s"
@@ -72,6 +76,7 @@ def _memory(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 
 
 def _links(profile: MachineProfile) -> Iterator[tuple[str, str]]:
+    """Yield the largest measured rate of each collective by group of ranks, and the rates to and from the host."""
     groups = dict.fromkeys((entry.nodes, entry.ranks) for entry in profile.collectives)
     for nodes, ranks in groups:
         parts = []
@@ -88,6 +93,7 @@ def _links(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 
 
 def _beside(profile: MachineProfile) -> Iterator[tuple[str, str]]:
+    """Yield how much matmuls slow down while another operation runs at the same time."""
     for entry in profile.interference:
         cost = (entry.together_seconds - entry.compute_seconds) / entry.other_seconds
         where = f" over {entry.nodes} nodes" if entry.nodes > 1 else ""
@@ -95,6 +101,7 @@ def _beside(profile: MachineProfile) -> Iterator[tuple[str, str]]:
 
 
 def _fits(profile: MachineProfile) -> Sequence[tuple[str, str]]:
+    """Return the constants that the cost model fits to these measurements, with the quality of each fit."""
     from meshwright.costs.constants import constants
     from meshwright.costs.measured import fits, reference_chip
     from meshwright.costs.plan_costs import STACK

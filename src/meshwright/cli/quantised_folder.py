@@ -1,4 +1,4 @@
-"""What `meshwright plan` says and assumes of a deployment whose model is a folder with quantised weights, before any weight is read."""
+"""Completes the question for a deployment if its model is a folder with quantised weights. No weights are read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from meshwright.spec.weight_scheme import FP8_BLOCK, NUMBERS_OF
 
 
 def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str | None]:
-    """The question with the 8-bit format in which its folder stores weights, and a sentence about their bytes.
+    """Set `serve.quantisation.weights` to the 8-bit format in which the folder of the model stores its weights.
 
-    The sentence is None without such a folder, and for a reward model, which is computed with expanded weights. Only a format that the
-    question does not give is taken, and only if the engine multiplies all weights of the folder as stored.
+    Returns the question, and a sentence about the bytes of the weights. The format is set only if the question gives
+    none and if the engine can multiply all weights of the folder in the stored form. The sentence is None if
+    `model.init` is no folder with quantised weights, and for a reward model, which computes with expanded weights.
     """
     source, _, path = question.model.init.partition(":")
     folder = Path(path)
@@ -49,7 +50,10 @@ def with_stored_formats(question: DeploymentSpec) -> tuple[DeploymentSpec, str |
 
 
 def _multiplies_blocks(spec: ModelSpec) -> bool:
-    """Whether one device multiplies all weights in blocks as stored: there are no experts, and blocks begin with each fused weight."""
+    """Return whether one device can multiply all weights as stored, in FP8 blocks.
+
+    It cannot if the model has experts, or if a part of a fused weight does not begin at a block boundary.
+    """
     firsts = [part.first_row for parts in hf_tensors(spec).values() for part in parts]
     routed = any(parameter.expert for parameter in parameters(spec))
     return not routed and not any(first % FP8_BLOCK for first in firsts)

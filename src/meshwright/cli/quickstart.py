@@ -1,4 +1,4 @@
-"""`meshwright quickstart`: from text to a model that other tools load, on this machine's CPU."""
+"""`meshwright quickstart`: trains a small model from text on this machine's CPU, and exports it for other tools."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from meshwright.cli.train import start_ranks
 from meshwright.durable.writes import write_durable
 
 PROMPTS = ["def read_lines(path):\n", "class Queue:\n    def __init__(self", "import os\nimport sys\n\n"]
+"""Prompts that the trained model continues."""
 
 NEXT = (
     "generate {folder} -p 'class Stack:' --tokens 80",
@@ -24,7 +25,7 @@ NEXT = (
     "plan model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=8 \\\n      train.seq_len=8192 train.global_batch=16",
     "data prepare YOUR_TEXT --tokenizer train:16384 --held-out 0.01 \\\n      --out corpus",
 )
-"""Commands that a reader may try next, in lines of at most 80 columns."""
+"""Commands that the user may try next, in lines of at most 80 columns."""
 
 
 def quickstart(
@@ -58,7 +59,7 @@ def quickstart(
 
 
 def _finish(folder: Path) -> None:
-    """Generates samples, exports the model, and writes the report with both."""
+    """Generate samples, export the model, and write the report that shows them."""
     from meshwright.checkpoint.models.convert import export_checkpoint
     from meshwright.cli.generate import sample
     from meshwright.cli.span_findings import span_findings
@@ -75,6 +76,7 @@ def _finish(folder: Path) -> None:
 
 
 def _closing(folder: Path, seconds: float) -> None:
+    """Print the results, the files that were written, and commands to try next."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     print()
     if "held_out_loss" in summary:

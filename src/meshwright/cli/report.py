@@ -1,4 +1,4 @@
-"""`meshwright report`: writes a run's report.html again from the files in its folder."""
+"""`meshwright report`: writes report.html of a run again from the files in the run's folder."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def report(
 
 
 def find_run(run: Path) -> Path:
-    """The folder that `run` names, as a path or in `runs/`; raises BadInput with the nearest run if there is none."""
+    """Return the folder of the run that `run` names: a path, or a name in `runs/`. The folder must have metrics.jsonl.
+
+    If there is none, raises BadInput that names the nearest run.
+    """
     choices = [run, Path("runs") / run]
     chosen = next((folder for folder in choices if (folder / "metrics.jsonl").is_file()), None)
     if chosen:

@@ -1,4 +1,4 @@
-"""`meshwright route`: several servers of one model behind one address."""
+"""`meshwright route`: presents several servers of one model under one address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwright runs`: lists the runs in a folder, stops them, deletes them."""
+"""`meshwright runs`: lists the runs in a folder, stops them and deletes them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from meshwright.launch.run_list import ListedRun
 
 DEFAULT_COMMAND = "list"
+"""The command that `meshwright runs` without a command means."""
 
 
 class _ListsByDefault(TyperGroup):
-    """`runs` and `runs FOLDER` are `runs list` and `runs list FOLDER`."""
+    """Treats `runs` as `runs list`, and `runs FOLDER` as `runs list FOLDER`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
@@ -78,6 +79,7 @@ def list_runs(
 
 
 def _print(runs: Sequence[ListedRun]) -> None:
+    """Print one line for each run."""
     from meshwright.observe import number_text
 
     heads = ("name", "state", "step", "loss", "val", "tokens", "age", "size", "plan")
@@ -168,5 +170,5 @@ def delete(
 
 
 def _deletable_folder(run: Path) -> Path:
-    """The folder that `run` names; one that is no run's is refused later, by its own name."""
+    """Return the folder that `run` names. A folder that is not a run is returned too; it is refused later, with a message of its own."""
     return run if run.is_dir() else started_run(run)

@@ -1,4 +1,4 @@
-"""`meshwright schema`: the JSON schemas of run files, of questions for a deployment and of sweeps, for editors."""
+"""`meshwright schema`: prints JSON schemas for editors: of run files, of questions for a deployment, and of sweep files."""
 
 from __future__ import annotations
 

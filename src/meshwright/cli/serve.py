@@ -1,4 +1,4 @@
-"""`meshwright serve`: a model behind an HTTP server with OpenAI's interface."""
+"""`meshwright serve`: serves a model over HTTP with the interface of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def serve(
 
 
 def _check(folder: Path, values: Mapping[str, Any]) -> None:
-    """Raise the errors of settings that need a model, a machine or keys of the environment."""
+    """Raise the errors of settings that can be checked only with the model, this machine or keys in the environment."""
     from meshwright.server.addresses import ADDRESSES, check_addresses, with_keys
     from meshwright.server.follow import newest
 
@@ -84,7 +84,10 @@ def _check(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def _check_experts(values: Mapping[str, Any], *, exchanges: bool) -> None:
-    """Raise BadInput for devices that share experts beside settings for one device."""
+    """Raise BadInput if several devices share the experts and a setting allows only one device.
+
+    `exchanges` tells whether the server exchanges cache blocks with other servers, which also allows only one device.
+    """
     count = _experts(values).count
     if count > 1 and (
         exchanges or any(values.get(key) for key in ("invariant", "speculate", "draft_model", "adapter"))
@@ -99,7 +102,7 @@ def _draft_folder(name: str) -> Path:
 
 
 def _experts(planned: Mapping[str, Any]) -> ExpertRanks:
-    """The devices that share experts, by the settings of a plan."""
+    """Return the expert-parallel ranks that the settings of a plan give."""
     with attach_key("expert_dispatch" if "expert_dispatch" in planned else "expert_micro_batches"):
         return ExpertRanks(
             count=planned.get("expert", 1),
@@ -109,7 +112,10 @@ def _experts(planned: Mapping[str, Any]) -> ExpertRanks:
 
 
 def _devices(folder: Path, tensor: int, experts: int) -> ClusterSpec | None:
-    """This host with as many devices as divide the model, or share its experts; None for one device."""
+    """Return this host as a cluster of the devices that divide the model (`tensor`) or share its experts.
+
+    None for one device.
+    """
     if tensor > 1:
         with attach_key("tensor"):
             check_split(model_in(folder)[0], tensor, "tensor")

@@ -1,4 +1,4 @@
-"""Options of a command for the keys of its settings."""
+"""Adds an option to a command for each key of a settings class."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import typer
 
 from meshwright.spec.fields import docs_of, hints_of
 
-_ANNOTATED: Any = Annotated  # applied to types made at run time, which a type checker cannot follow
+_ANNOTATED: Any = Annotated  # This is applied to types that are made at run time. A type checker cannot follow that.
 
 
 def add_options(command: Any, settings: type, given: Collection[str] = ()) -> None:
-    """Replace `**options` of a command by an option for each key of `settings`; those in `given` get none."""
+    """Replace the parameter `**options` of a command by one option for each field of `settings`. Fields in `given` get no option."""
     signature = inspect.signature(command, eval_str=True)
     fixed = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     docs = docs_of(settings)
@@ -33,18 +33,18 @@ def add_options(command: Any, settings: type, given: Collection[str] = ()) -> No
 
 
 def split_default(help: str) -> tuple[str, str]:
-    """The help text of an option, and the default at its end; empty without one."""
+    """Split the help text of an option into (text, default). The default is empty if the text names none."""
     text, _, default = help.removesuffix("]").partition(" [default: ")
     return (text, default) if default else (help, "")
 
 
 def _shown(flag: str, default: Any) -> str:
-    """The default as the command line takes it: for a switch that is on, its name."""
+    """Return a default as the user would write it. For a switch that is on, it is the name of the switch."""
     return flag[2:] if default is True else str(default)
 
 
 def _option(name: str, annotation: Any, help: str, default: Any) -> inspect.Parameter:
-    """The option of a key; without a value the key keeps the file's value or its default."""
+    """Return the option for one field. If the user does not give it, it is None, and the file's value or the field's default applies."""
     if typing.get_origin(annotation) in (Union, types.UnionType):
         annotation = next((part for part in typing.get_args(annotation) if part is not type(None)), annotation)
     choices = None
@@ -57,7 +57,8 @@ def _option(name: str, annotation: Any, help: str, default: Any) -> inspect.Para
         f"{flag}/--no-{flag[2:]}" if plain is bool else flag,
         help=help if default is None or default is False else f"{help} [default: {_shown(flag, default)}]",
         click_type=choices,
-        show_default=False,  # the option's own default is None, and typer puts other texts in parentheses
+        # The default of the option itself is None, and typer would put another text in parentheses.
+        show_default=False,
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_ANNOTATED[plain | None, option]

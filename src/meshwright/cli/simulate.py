@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
 
 SMALLEST_SHARE = 0.0005
-"""Share of a step below which a part is not printed; --json has them all."""
+"""A part with a smaller fraction of the step is not printed; --json has all parts."""
 PRINTED = {"compute": "compute", "closing": "norm, optimizer", "idle": "idle"}
-"""Parts of a step other than communication, with their labels."""
+"""Labels of the parts of a step that are not communication."""
 
 
 def simulate(
@@ -99,6 +99,7 @@ def simulate(
 
 
 def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace: Path) -> dict[str, Any]:
+    """Return the result of the simulation as JSON values."""
     from meshwright.costs.plan_costs import STACK, band, band_and_source
     from meshwright.planner.candidate import slot_run
     from meshwright.planner.checkpoint_cost import checkpoint_cost
@@ -139,8 +140,11 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
 
 
 def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]:
-    """Seconds of a rank's step by part.
-    Communication of tensor and context axes and the host's launches are separated from compute."""
+    """Return the seconds of a rank's step by part.
+
+    The simulation counts communication of tensor and context axes, and launches by the host, as compute. Here they are
+    separate parts.
+    """
     from meshwright.simulator.step_simulation import exposed_in_compute
 
     inside = exposed_in_compute(run.model, run.train, plan, run.cluster)
@@ -149,7 +153,7 @@ def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]
 
 
 def _layers(run: RunSpec, plan: Plan) -> list[str]:
-    """The layers of each pipeline rank, its virtual stages in order."""
+    """Return the layers of each pipeline rank as text, in the order of its virtual stages."""
     from meshwright.spec.layout import stage_table
 
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
@@ -161,6 +165,7 @@ def _rank_names(run: RunSpec, plan: Plan) -> dict[int, str]:
 
 
 def _show(run: RunSpec, plan: Plan, timeline: Timeline, answer: dict[str, Any], width: int | None) -> None:
+    """Print the result of the simulation, with a picture of the pipeline if it fits the width."""
     from rich.console import Console
 
     from meshwright.cli.plan_words import caution, plan_line, seconds_text
@@ -196,6 +201,7 @@ def _show(run: RunSpec, plan: Plan, timeline: Timeline, answer: dict[str, Any], 
 
 
 def _show_ranks(console: Console, run: RunSpec, answer: dict[str, Any]) -> None:
+    """Print a table with compute time, micro-batches in flight and memory of each pipeline rank."""
     from rich.table import Table
 
     from meshwright.cli.plan_words import bytes_text

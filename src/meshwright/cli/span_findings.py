@@ -1,4 +1,4 @@
-"""Findings from the spans of a run: heat map, straggler analysis, measured over predicted pipeline step."""
+"""Computes what a report shows from the spans of a run: heat map, straggler analysis, measured and predicted pipeline step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from meshwright.simulator.timeline import Timeline
 
 MOST_BYTES = 1 << 30
-"""Most bytes of spans that a report reads."""
+"""Spans of a larger size in bytes are not read."""
 HEAT_MAP_STEPS = 1000
-"""Newest steps in the heat map."""
+"""The heat map shows at most this many of the newest steps."""
 
 
 def span_findings(folder: Path) -> SpanFindings:
-    """The parts that the newest start's spans give; `notes` says which are missing and why."""
+    """Return the findings from the spans of the newest start of a run. Its `notes` say which findings are missing, and why."""
     from meshwright.diagnosis.stragglers import diagnose_run
     from meshwright.events.span_ring import starts_with_spans
     from meshwright.observe.report import SpanFindings
@@ -42,7 +42,10 @@ def span_findings(folder: Path) -> SpanFindings:
 
 
 def heat_map_of_run(folder: Path) -> HeatMapFigures | None:
-    """The cells of the heat map, from the newest steps; None with fewer than two ranks. Raises BadInput without a common step."""
+    """Return the heat map of the newest steps of a run.
+
+    None if there are fewer than two ranks. Raises BadInput if the ranks have no step in common.
+    """
     from meshwright.diagnosis.run_folder import compute_seconds, read_operations
 
     table, _ = read_operations(folder, HEAT_MAP_STEPS)
@@ -50,7 +53,10 @@ def heat_map_of_run(folder: Path) -> HeatMapFigures | None:
 
 
 def heat_map_figures(ranks: np.ndarray, steps: np.ndarray, seconds: np.ndarray) -> HeatMapFigures | None:
-    """The cells of times `seconds`, (rank, step), 0 where a rank has none; None with fewer than two ranks."""
+    """Return the heat map of compute times. None if there are fewer than two ranks, or no steps.
+
+    `ranks` `(ranks,)` and `steps` `(steps,)` are numbers. `seconds` `(ranks, steps)` is 0 where a rank has no time.
+    """
     import numpy as np
 
     from meshwright.diagnosis.heat_map import excess_of_ranks, heat_map
@@ -67,7 +73,7 @@ def heat_map_figures(ranks: np.ndarray, steps: np.ndarray, seconds: np.ndarray) 
 
 
 def _timeline(folder: Path, start: Path) -> str:
-    """The figure of the measured over the predicted step of the pipeline; empty without a pipeline."""
+    """Return a figure of the measured pipeline step above the predicted one. Empty if the run has no pipeline."""
     from meshwright.events.clock_alignment import on_one_clock
     from meshwright.events.span_ring import read_spans
     from meshwright.observe.report_timeline import pipeline_timeline
@@ -81,7 +87,7 @@ def _timeline(folder: Path, start: Path) -> str:
 
 
 def _predicted(folder: Path) -> tuple[Timeline | None, bool, str | None]:
-    """(simulated step of the run's plan, whether its rates are guessed, the reason if there is none)."""
+    """Return (simulated step of the run's plan or None, whether the speeds are guessed, why there is no simulation)."""
     from meshwright.config.load import load_plan, load_resolved
     from meshwright.costs.machine_rates import is_guessed
     from meshwright.simulator.predicted_step import predicted_step
@@ -96,5 +102,5 @@ def _predicted(folder: Path) -> tuple[Timeline | None, bool, str | None]:
 
 
 def _without_path(error: Exception, folder: Path) -> str:
-    """The error's text with the run's name in place of its path: reports are passed on."""
+    """Return the text of an error with the name of the run in place of its path, because reports are given to others."""
     return str(error).replace(str(folder), folder.name)

@@ -1,4 +1,4 @@
-"""`--plan` of `generate` and `eval`: the model distributed over ranks by a plan file, here or by a launcher."""
+"""Implements `--plan` of `generate` and `eval`: the model is distributed over the ranks of a plan file, on this host or by a launcher."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def ask_ranks(
     continuation: Continuation | None = None,
     measurement: Measurement | None = None,
 ) -> SpreadAnswer:
-    """The answer of a plan's ranks about the model in `folder`: a run, a checkpoint, or a Hugging Face folder.
+    """Let the ranks of a plan answer a question about the model in `folder`: a run, a checkpoint, or a Hugging Face folder.
 
-    Under a launcher every rank but the first exits here. Raises BadInput if the plan does not fit the model or this
-    host.
+    The question is `continuation`, prompts to continue, or `measurement`, data to evaluate. Under a launcher every rank
+    but the first exits here. Raises BadInput if the plan does not fit the model or this host.
     """
     from meshwright.config.load import load_plan
     from meshwright.spec.layout import with_node_crossings
@@ -73,7 +73,12 @@ def ask_ranks(
 
 
 def model_in(folder: Path) -> tuple[ModelSpec, str]:
-    """The model's dimensions and the source of its weights: `hf:DIR` or `checkpoint:DIR`. Weights are not read."""
+    """Return the dimensions of the model in a folder, and the source of its weights:
+
+    `hf:DIR` or `checkpoint:DIR`. Weights are not read.
+
+    For a run, it is the newest checkpoint.
+    """
     from meshwright.checkpoint.format.inventory import newest_checkpoint
     from meshwright.checkpoint.models.hf import import_hf
     from meshwright.config.load import load_resolved
@@ -90,7 +95,10 @@ def model_in(folder: Path) -> tuple[ModelSpec, str]:
 
 
 def found_weights(folder: Path) -> tuple[Path, dict[str, object]]:
-    """The folder with the model's weights, of a run its newest good checkpoint, and its `facts`. Says if newer ones are damaged."""
+    """Return the folder with the weights of a model, and `facts` about the checkpoint for the command's JSON output.
+
+    For a run, it is the newest undamaged checkpoint. If newer ones are damaged, a warning is printed.
+    """
     from meshwright.checkpoint.format.inventory import choose_weights
 
     chosen = choose_weights(folder)
@@ -102,6 +110,7 @@ def found_weights(folder: Path) -> tuple[Path, dict[str, object]]:
 
 
 def _check_fit(plan: Plan, model: ModelSpec, file: Path, seq_len: int | None) -> None:
+    """Raise BadInput, which names the plan file, if the plan cannot be used for this model."""
     from meshwright.planner.candidate import untrainable
     from meshwright.spec.layout import check_context, check_tensor, stage_table
     from meshwright.spec.plan import layer_range
@@ -126,7 +135,7 @@ def _check_fit(plan: Plan, model: ModelSpec, file: Path, seq_len: int | None) ->
 
 
 def check_split(model: ModelSpec, ranks: int, option: str = "--tensor") -> None:
-    """Raise BadInput, which begins with the option, if `ranks` tensor ranks cannot divide the layers of a model."""
+    """Raise BadInput, with a message that begins with `option`, if `ranks` tensor-parallel ranks cannot divide the model."""
     from meshwright.spec.inference_layout import split_error
 
     if expected := split_error(model, ranks):
@@ -134,7 +143,7 @@ def check_split(model: ModelSpec, ranks: int, option: str = "--tensor") -> None:
 
 
 def check_experts(model: ModelSpec, ranks: int, option: str) -> None:
-    """Raise BadInput, which begins with the option, if `ranks` cannot share the experts of a model."""
+    """Raise BadInput, with a message that begins with `option`, if `ranks` ranks cannot share the experts of the model."""
     from meshwright.spec.inference_layout import experts_error
 
     if expected := experts_error(model, ranks):
@@ -142,7 +151,7 @@ def check_experts(model: ModelSpec, ranks: int, option: str) -> None:
 
 
 def check_deployment(deployment: Deployment, model: ModelSpec) -> None:
-    """Raise BadInput, with the keys of the deployment, for instances that cannot be served or do not fit the model."""
+    """Raise BadInput, with keys of the deployment's file, if instances cannot be served by this release or do not fit the model."""
     from meshwright.spec.deployment import release_error
 
     def check_expert(index: int, instance: InstanceSpec) -> None:
@@ -163,9 +172,11 @@ def check_deployment(deployment: Deployment, model: ModelSpec) -> None:
 
 
 def cluster_here(ranks: int, source: str, remedy: str, *, launched: bool = False) -> ClusterSpec:
-    """This host as a cluster of `ranks` devices, or the hosts of a launcher.
+    """Return this host as a cluster of `ranks` devices.
 
-    Raises BadInput if this host has fewer GPUs; `source` is what asks for the ranks.
+    If a launcher started this process, return the launcher's cluster.
+
+    `source` is what requests the ranks, and `remedy` what the user can do. Raises BadInput if this host has fewer GPUs.
     """
     from meshwright.launch.machine import found_cluster
     from meshwright.spec.cluster import ClusterSpec
@@ -180,7 +191,7 @@ def cluster_here(ranks: int, source: str, remedy: str, *, launched: bool = False
 
 
 def _run_here(job: object) -> SpreadAnswer:
-    """Start the ranks of a plan on this host and return their answer."""
+    """Start the ranks of a plan on this host and return their answer. `job` is a SpreadJob."""
     from meshwright.spec.fields import from_plain, to_plain
     from meshwright.training.spread import SpreadAnswer, SpreadJob
 
@@ -190,11 +201,13 @@ def _run_here(job: object) -> SpreadAnswer:
 
 
 def answer_of_ranks(module: str, question: object, cluster: ClusterSpec, weights: str) -> Any:
-    """Start a rank for each device of a cluster of this host; the answer of rank 0, both as plain values.
+    """Start one rank for each device of `cluster`, which is this host, and return the answer of rank 0.
 
-    `module` has a function `main` for a rank (`training.answer_rank`).
+    - `module`: has a function `main` that runs a rank (`training.answer_rank`).
+    - `question`: plain values that every rank receives. The answer is plain values too.
+    - `weights`: source of the weights, for a message.
 
-    If they fail, this process exits with their code and keeps logs that have a traceback.
+    If the ranks fail, this process exits with their code. Their logs are kept if they contain a traceback.
     """
     from meshwright.launch.local import run_ranks
 

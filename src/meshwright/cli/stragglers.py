@@ -1,4 +1,4 @@
-"""`meshwright stragglers`: which rank or stage slows the steps down, and why."""
+"""`meshwright stragglers`: finds which rank or stage slows the steps down, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.diagnosis.stragglers import Diagnosis
 
 SHOWN = 5
-"""Entries of each table that are printed."""
+"""Maximum number of entries of each table that are printed."""
 
 
 def stragglers(
@@ -52,6 +52,7 @@ def stragglers(
 
 
 def _diagnose(source: Path, meta: Path | None) -> Diagnosis:
+    """Analyse a run or a trace. Raises BadInput if --meta is missing for a trace, or given for a run."""
     from meshwright.diagnosis.stragglers import diagnose_run, diagnose_trace
 
     if source.suffix == ".parquet":
@@ -66,6 +67,7 @@ def _diagnose(source: Path, meta: Path | None) -> Diagnosis:
 
 
 def _print(diagnosis: Diagnosis) -> None:
+    """Print the finding and the largest slowdowns by type of operation, by rank and by stage."""
     show(diagnosis.sentence)
     show(f"{len(diagnosis.steps)} steps of {diagnosis.step_seconds:.3g} s, ideal {diagnosis.ideal_seconds:.3g} s")
     tables = {"type": diagnosis.by_type, "rank": diagnosis.by_rank, "stage": diagnosis.by_stage}

@@ -1,4 +1,4 @@
-"""Standard input, output and error of a process that was started without some of them, in a locale without Unicode, or before `head`."""
+"""Repairs standard input, output and error: if one is closed, if the locale lacks Unicode, or if a reader such as `head` ends early."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import sys
 from typing import Any
 
 STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+"""The standard streams in the order of their file descriptors, with the mode in which each is opened."""
 ENCODING_VARIABLE = "PYTHONIOENCODING"
-"""Environment variable of Python: `ENCODING:ERRORS` of the three streams; without `ENCODING` that of the locale."""
+"""Python's environment variable `ENCODING:ERRORS` for the three streams. Without `ENCODING`, the encoding is that of the locale."""
 
 
 def complete_streams() -> None:
-    """Open the null device for streams that are closed, and print `?` for characters that the locale's encoding lacks.
+    """Open the null device for closed streams, and let output print `?` for characters that its encoding lacks.
 
-    Output that nobody reads any more, as in `meshwright plan … | head`, is left out: the command does its work and ends with its own
-    exit code.
+    Without the first, a file or socket of this process would get the file descriptor of a closed stream, and processes
+    that it starts would write messages into that file. Started processes learn about unknown characters from the
+    environment.
 
-    Otherwise a file or socket of this process gets the number of a closed stream, and processes that it starts write
-    their messages there. Those processes take the treatment of characters from the environment.
+    If nobody reads the output any more, as in `meshwright plan … | head`, further output is dropped. The command still
+    does its work and ends with its own exit code.
     """
     for number, (name, mode) in enumerate(STREAMS):
         stream = getattr(sys, name)
@@ -29,7 +31,7 @@ def complete_streams() -> None:
         elif name != "stdin" and isinstance(stream, io.TextIOWrapper):
             if not stream.isatty():
                 stream = _outliving_its_reader(stream, name, number)
-            if name == "stdout":  # standard error prints escapes already
+            if name == "stdout":  # Standard error prints escapes already.
                 stream.reconfigure(errors="replace")
     encoding = os.environ.get(ENCODING_VARIABLE, "")
     if ":" not in encoding:
@@ -37,9 +39,10 @@ def complete_streams() -> None:
 
 
 class _Output(io.FileIO):
-    """A file that becomes the null device once its reader is gone, also for processes that are started later."""
+    """A file that becomes the null device once its reader is gone. Processes that are started later inherit this."""
 
     def write(self, data: Any) -> int | None:
+        """Write bytes. If the reader is gone, redirect the file descriptor to the null device and report all bytes as written."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -50,7 +53,7 @@ class _Output(io.FileIO):
 
 
 def _outliving_its_reader(stream: io.TextIOWrapper, name: str, number: int) -> io.TextIOWrapper:
-    """The stream of `sys`, replaced by one whose writes do not fail for a closed pipe."""
+    """Replace a stream of `sys` by one whose writes do not fail if the pipe is closed, and return it."""
     if stream.fileno() != number:
         return stream
     stream.flush()
@@ -68,7 +71,7 @@ def _outliving_its_reader(stream: io.TextIOWrapper, name: str, number: int) -> i
 
 
 def _null_device(number: int) -> int:
-    """A descriptor of the null device: `number` if that is closed, else another."""
+    """Return a file descriptor of the null device. It is `number` if that is closed, otherwise another one."""
     descriptor = os.open(os.devnull, os.O_RDWR)
     try:
         os.fstat(number)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshwright.observe.comparison import ComparedRun
 
 PAGE = "sweep.html"
+"""Name of the page in the folder of the sweep."""
 
 
 def sweep(
@@ -104,7 +105,7 @@ def sweep(
 
 
 def _ranked(sweep: Sweep) -> Iterator[ComparedRun]:
-    """The runs that have begun, the best first; those without the figure of the ranking last."""
+    """Yield the runs that have begun, the best first. Runs without the metric of the ranking come last."""
     from meshwright.launch.run_list import is_run
 
     begun = [run for run in sweep.runs if is_run(run.folder)]
@@ -122,7 +123,7 @@ def _ranked(sweep: Sweep) -> Iterator[ComparedRun]:
 
 
 def _ranking(sweep: Sweep, ranked: list[ComparedRun]) -> list[list[str]]:
-    """A row for each run that has begun, the best first, below the heads of the columns."""
+    """Return a table: the heads of the columns, and one row for each run that has begun, the best first."""
     values = {run.name: run.swept.values for run in sweep.runs}
     keys = list(dict.fromkeys(key for run in values.values() for key in run))
     rows = [["", *keys, "validation loss", "loss", "step", "outcome"]]
@@ -136,7 +137,7 @@ def _ranking(sweep: Sweep, ranked: list[ComparedRun]) -> list[list[str]]:
 
 
 def _write_page(sweep: Sweep) -> Path:
-    """Write the page of the sweep as it stands and return its path."""
+    """Write the page with the present state of the sweep and return its path."""
     from meshwright.durable.writes import write_durable
     from meshwright.observe.comparison import MOST_CURVES, comparison_page, ranking_table
 

@@ -1,4 +1,4 @@
-"""`meshwright tokenizer`: train a tokenizer from text."""
+"""`meshwright tokenizer`: trains a tokenizer from text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwright trace`: the recorded spans of all ranks of a run as one trace for Perfetto."""
+"""`meshwright trace`: writes the recorded spans of all ranks of a run as one trace for Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwright train`: starts the ranks of a run here, or joins them as one rank under a launcher."""
+"""`meshwright train`: starts the ranks of a run on this host, or joins a job as one rank if a launcher started this process."""
 
 from __future__ import annotations
 
@@ -130,14 +130,17 @@ def start_ranks(
     timeline: tuple[int, int] | None = None,
     replay: Path | None = None,
 ) -> int:
-    """Train on local ranks with messages on this terminal; returns the job's exit code."""
+    """Train on ranks of this host, with messages on this terminal. Returns the exit code of the job.
+
+    `profile` and `timeline` are ranges (first step, last step) to record. `replay` is a file of recorded expert loads.
+    """
     from meshwright.launch.job import run_job
 
     return run_job(run, runs, profile=profile, timeline=timeline, replay=replay, note=print_now, announce=announce)
 
 
 def start_agent(run: RunSpec, arguments: list[str], runs: Path, refused: dict[str, object]) -> int:
-    """Be the agent of this host; returns the job's exit code. Raises BadInput for options that agents do not take."""
+    """Run the agent of this host. Returns the exit code of the job. Raises BadInput if an option in `refused` has a value."""
     from meshwright.launch.hosts import run_agent
 
     for option, value in refused.items():
@@ -157,9 +160,9 @@ def join_ranks(
     report: Callable[[], AbstractContextManager[None]],
     replay: Path | None = None,
 ) -> NoReturn:
-    """Run one rank of a job that a launcher started, and exit with its code; rank 0 prepares the run for all.
+    """Run one rank of a job that a launcher started, and exit with its code. Rank 0 prepares the run for all ranks.
 
-    `report` surrounds the preparation: it turns a refusal into a report of every mistake.
+    `report` gives a context around the preparation. It turns an error into a report of every mistake.
     """
     from meshwright.events.start import StartClock
     from meshwright.spec.folders import compiler_cache
@@ -210,7 +213,7 @@ def _prepared(
     timeline: tuple[int, int] | None,
     replay: Path | None,
 ) -> Assignment | None:
-    """The assignment of the ranks, after printing it; None if the run is finished."""
+    """Prepare the run, print it, and return the assignment of the ranks. None if the run is already finished."""
     from meshwright.launch.prepare import prepare_run
 
     prepared = prepare_run(run, runs, profile=profile, note=print_now, timeline=timeline, replay=replay)
@@ -260,7 +263,7 @@ def announce(prepared: PreparedRun) -> None:
 
 
 def _tokens_a_step(train: TrainSpec) -> str:
-    """The tokens of a step, from the first stage of a ramp to the last."""
+    """Return the number of tokens of a step, in words. With a batch ramp, it names the first and the last number."""
     steps = f"{train.tokens_per_step:,} tokens a step"
     if not train.batch_ramp:
         return steps
@@ -268,7 +271,7 @@ def _tokens_a_step(train: TrainSpec) -> str:
 
 
 def _devices(cluster: ClusterSpec) -> str:
-    """The cluster in a few words; for CPU ranks also the idle GPUs of this host."""
+    """Return the devices of a cluster in a few words. For CPU ranks, it also says how many GPUs of this host are idle."""
     from meshwright.launch.machine import visible_gpus
 
     nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
@@ -284,6 +287,7 @@ def _devices(cluster: ClusterSpec) -> str:
 
 
 def _formats(run: RunSpec, plan: Plan) -> str:
+    """Return the formats of compute and of linear layers in words."""
     precision = plan.precision
     formats = dict.fromkeys(layer.linear or precision.linear for layer in plan.layers)
     low = [name for name in formats if name != "compute"]
@@ -294,7 +298,7 @@ def _formats(run: RunSpec, plan: Plan) -> str:
 
 
 def parse_steps(option: str, text: str | None) -> tuple[int, int] | None:
-    """`A:B` as two step numbers. Raises BadInput for another form."""
+    """Parse `A:B` into two step numbers (first, last). None if `text` is None. Raises BadInput if the form is wrong."""
     if text is None:
         return None
     first, _, last = text.partition(":")

@@ -1,1 +1,1 @@
-"""Reads run, plan and profile files with the position of every value, checks and completes them."""
+"""Reads run, plan, profile and other files. Every value keeps its position in the file. Checks and completes the values."""

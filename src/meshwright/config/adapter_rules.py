@@ -1,4 +1,4 @@
-"""Keys of adapters (`model.adapter`): names of targets become ours, and the path of the base becomes absolute."""
+"""Completes the keys of adapters (`model.adapter`): target names become names of this project, and paths become absolute."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 
 TARGETS: KeyPath = ("model", "adapter", "targets")
+"""Path of the key for the linear layers that get adapters."""
 
 
 def complete_adapter(document: YamlDocument) -> None:
-    """Replace the targets of adapters by our names of the model's linear layers; rejects one that matches none.
+    """Replace the targets of adapters by this project's names of linear layers, and reject a target that matches no layer.
 
-    Checkpoints name the base by `model.init`, so its path becomes absolute, as does that of `model.adapter.init`.
+    The paths in `model.init` and `model.adapter.init` become absolute, because checkpoints refer to the base model by
+    `model.init`.
     """
     adapter = document.get(("model", "adapter"))
     model = document.get(("model",))
@@ -34,7 +36,7 @@ def complete_adapter(document: YamlDocument) -> None:
     values, mistakes = validate(ModelSpec, {key: value for key, value in model.items() if key in names})
     targets = adapter.get("targets", list(AdapterSpec().targets))
     if mistakes or not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        return  # these are reported elsewhere
+        return  # Other checks report these mistakes.
     path = TARGETS if "targets" in adapter else TARGETS[:-1]
     try:
         resolved = resolved_targets(from_plain(ModelSpec, values), targets)

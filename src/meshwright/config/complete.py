@@ -1,4 +1,4 @@
-"""Values derived from the keys of a run: name, cluster, model dimensions, and a sequence length that fits the model."""
+"""Completes a run file: derives the run's name, cluster, model dimensions and sequence length from the keys that are given."""
 
 from __future__ import annotations
 
@@ -24,17 +24,25 @@ from meshwright.spec.job import EQUAL_LOADS, STEPS_OF_EPOCHS, TrainSpec, planned
 from meshwright.spec.model import ModelSpec
 
 ModelReader = Callable[[Path], dict[str, Any]]
+"""Reads the folder of a model and returns its dimensions, as fields of ModelSpec."""
 _DERIVED = ("ffn_hidden", "kv_heads", "head_dim")
+"""Dimensions that follow from others by convention."""
 FREE_BESIDE_WEIGHTS = ("max_seq_len", "rope_scaling", "yarn", "longrope", "prediction_depth", "init_std")
-"""Dimensions that a run may change beside its initial weights: a longer context, and fewer prediction modules."""
+"""Dimensions that a run may change although it starts from weights: a longer context, fewer prediction modules."""
 SCORE_HEAD: Mapping[str, Any] = {"head": "score", "tied": False}
-"""Keys of a reward model, which has a head of its own."""
+"""Values of a reward model, whose head gives a score in place of logits."""
 
 
 def complete(
     document: YamlDocument, stem: str, runs: Path, detect: Detect, model_reader: ModelReader | None
 ) -> list[str]:
-    """Adds derived values that a run file may leave out to `document`; returns a sentence for each assumption."""
+    """Add derived values to `document` that a run file may leave out. Returns one sentence for each assumption.
+
+    - `stem`: name of the run if the file gives none.
+    - `runs`: folder in which `checkpoint:NAME` looks for the run NAME.
+    - `detect`: finds the devices of this machine.
+    - `model_reader`: reads a Hugging Face folder; None leaves `hf:` folders unread.
+    """
     if document.data.get("name") is None:
         document.put(("name",), stem, document.top)
     for section in ("model", "train"):
@@ -60,7 +68,10 @@ def complete(
 
 
 def _apply_preset_defaults(document: YamlDocument) -> None:
-    """Replaces the quick start's training settings and node size by those of a preset or chip named in overrides."""
+    """If an override names a preset or a chip, replace the quick start's training settings and node size by those of the preset or chip.
+
+    Values that the user gave stay.
+    """
     if document.top.file != EMBEDDED:
         return
     preset = document.get(("model", "preset"))
@@ -75,7 +86,7 @@ def _apply_preset_defaults(document: YamlDocument) -> None:
 
 
 def _complete_cluster(document: YamlDocument, detect: Detect) -> list[str]:
-    """Fills in this machine's devices when the cluster names none, as with `cluster: auto`; given keys take precedence."""
+    """If the cluster names no device, as with `cluster: auto`, use the devices of this machine. Keys that are given stay."""
     cluster = document.data.setdefault("cluster", {})
     if not isinstance(cluster, dict) or cluster.get("gpu") is not None or ("cluster",) in document.rejected:
         return []
@@ -87,7 +98,7 @@ def _complete_cluster(document: YamlDocument, detect: Detect) -> list[str]:
 
 
 def _normalise_chip_names(document: YamlDocument) -> None:
-    """Spells chips as in the table: h100 becomes H100, "rtx 4090" becomes RTX4090."""
+    """Write names of chips as in the table of chips: h100 becomes H100, "rtx 4090" becomes RTX4090."""
     names = {_plain(name): name for name in ("cpu", *CHIPS)}
     groups = document.get(("cluster", "groups"))
     for section in (document.get(("cluster",)), *(groups if isinstance(groups, list) else ())):
@@ -96,12 +107,12 @@ def _normalise_chip_names(document: YamlDocument) -> None:
 
 
 def _plain(chip: str) -> str:
-    """A chip's name in capitals, without spaces, dashes and underscores."""
+    """Return the name of a chip in capital letters, without spaces, dashes and underscores."""
     return re.sub(r"[\s_-]", "", chip).upper()
 
 
 def _resolve_run_name(document: YamlDocument, runs: Path) -> None:
-    """Resolves `checkpoint:NAME` to the run of that name, if there is no folder NAME in the current directory."""
+    """Replace `checkpoint:NAME` by the folder of the run NAME in `runs`, unless the current directory has a folder NAME."""
     for section, key in (("model", "init"), ("preference", "reference")):
         values = document.data.get(section)
         source, _, name = str(values.get(key) if isinstance(values, dict) else None).partition(":")
@@ -111,7 +122,7 @@ def _resolve_run_name(document: YamlDocument, runs: Path) -> None:
 
 
 def _put_score_head(document: YamlDocument) -> None:
-    """Gives the model of `preference.loss: reward` a head that gives a score, whatever head its initial weights have."""
+    """With `preference.loss: reward`, give the model a head for scores, even if its initial weights have another head."""
     path: KeyPath = ("preference", "loss")
     if document.get(path) == "reward":
         for name, value in SCORE_HEAD.items():
@@ -120,7 +131,7 @@ def _put_score_head(document: YamlDocument) -> None:
 
 
 def _resolve_expert_load(document: YamlDocument, runs: Path) -> None:
-    """Makes the path of recorded loads absolute; the name of a run stands for its folder if no such file is here."""
+    """Make the path of recorded expert loads absolute. If there is no such file but a run of this name, use the run's folder."""
     source = document.get(("train", "expert_load"))
     if not isinstance(source, str) or source in ("none", EQUAL_LOADS):
         return
@@ -130,7 +141,7 @@ def _resolve_expert_load(document: YamlDocument, runs: Path) -> None:
 
 
 def _resolve_lengths(document: YamlDocument) -> None:
-    """Makes the path of a histogram of lengths absolute."""
+    """Make the path of a histogram of lengths absolute."""
     path: KeyPath = ("data", "lengths")
     source = document.get(path)
     if isinstance(source, str) and source != "none":
@@ -138,9 +149,12 @@ def _resolve_lengths(document: YamlDocument) -> None:
 
 
 def _take_dimensions(document: YamlDocument, model_reader: ModelReader | None) -> list[str]:
-    """Adds the model's dimensions for keys that are not given: those of the initial weights, else those of the preset.
+    """Add the dimensions of the model that are not given.
 
-    A given key or preset that differs from the initial weights is rejected, but for `FREE_BESIDE_WEIGHTS`: of these it returns a sentence.
+    They come from the initial weights, otherwise from the preset.
+
+    A given key or preset that differs from the initial weights is rejected. Only the dimensions in
+    `FREE_BESIDE_WEIGHTS` may differ; the returned list has a sentence about those that do.
     """
     model = document.data["model"]
     free = _free(document)
@@ -169,6 +183,10 @@ def _take_dimensions(document: YamlDocument, model_reader: ModelReader | None) -
 
 
 def _dimensions_of_preset(document: YamlDocument) -> dict[str, Any] | None:
+    """Return the dimensions of the preset that `model.preset` names.
+
+    None without one. An unknown name is rejected, and the result is empty.
+    """
     preset = document.data["model"].get("preset")
     if preset is None:
         return None
@@ -186,10 +204,10 @@ def _dimensions_of_preset(document: YamlDocument) -> dict[str, Any] | None:
 def _dimensions_of_weights(
     document: YamlDocument, init: str, model_reader: ModelReader | None, *, needed: bool
 ) -> dict[str, Any] | None:
-    """All dimensions of the model whose weights `init` names; None for `scratch`.
+    """Return all dimensions of the model whose weights `init` names. None for `scratch`, or if the weights cannot be read.
 
-    Weights that cannot be read are rejected if the dimensions are `needed`. Otherwise a plan can still be made without them,
-    and the check before a start reports them.
+    Weights that cannot be read are rejected only if the dimensions are `needed`. Otherwise a plan can be made without
+    reading them, and the check before a start reports the problem.
     """
     source, _, path = init.partition(":")
     folder = Path(path)
@@ -209,7 +227,7 @@ def _dimensions_of_weights(
 
 
 def dimensions_of_run(folder: Path) -> dict[str, Any] | None:
-    """The dimensions of the model of a run's folder, or of a checkpoint in one; None for another folder."""
+    """Return the dimensions of the model in a run's folder, or in a checkpoint of a run. None if `folder` is neither."""
     candidates = [parent / "config.yaml" for parent in (folder, *folder.parents[:2])]
     configs = [file for file in candidates if os.path.isfile(file)]
     stored = read_yaml(configs[0]).get(("model",)) if configs else None
@@ -219,15 +237,16 @@ def dimensions_of_run(folder: Path) -> dict[str, Any] | None:
 
 
 def _inherited(stored: dict[str, Any]) -> dict[str, Any]:
-    """The dimensions that a run takes from weights: not the scale of initial weights, which it does not draw, and no adapters.
+    """Return the dimensions that a run takes over from weights.
 
-    Those of a run with adapters are merged into its weights.
+    Two fields are left out: `init_std`, because no initial weights are drawn, and `adapter`, because adapters are
+    merged into the weights.
     """
     return {name: value for name, value in stored.items() if name not in ("init_std", "adapter")}
 
 
 def _reject_differences(document: YamlDocument, stored: dict[str, Any], of_preset: dict[str, Any]) -> None:
-    """Rejects each given key that differs from the dimensions of the initial weights, and a preset that does."""
+    """Reject each given key that differs from the dimensions of the initial weights, and a preset that differs from them."""
     model = document.data["model"]
     free = _free(document)
     weights = model["init"]
@@ -245,26 +264,29 @@ def _reject_differences(document: YamlDocument, stored: dict[str, Any], of_prese
 
 
 def _free(document: YamlDocument) -> tuple[str, ...]:
-    """Dimensions that this run may change beside its initial weights."""
+    """Return the dimensions in which this run may differ from its initial weights."""
     return (*FREE_BESIDE_WEIGHTS, *(SCORE_HEAD if document.get(("preference", "loss")) == "reward" else ()))
 
 
 def _equal(given: Any, stored: Any) -> bool:
-    """Whether a given value is the stored one; `none` is no value, and a partial section needs only equal parts."""
+    """Return whether a given value agrees with the stored one. `none` stands for None. Of a section, only the given keys are compared."""
     if isinstance(given, dict) and isinstance(stored, dict):
         return all(_equal(value, stored.get(key)) for key, value in given.items())
     return (None if given == "none" else given) == stored
 
 
 def _shown(value: Any) -> str:
-    """A dimension in a message, as a file would spell it."""
+    """Return a dimension as a run file would spell it, for messages."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _complete_model(document: YamlDocument) -> list[str]:
-    """Adds values of the model's family, then dimensions derived from others by convention; returns them as one sentence."""
+    """Add the values that follow from the model's family, then those that follow from other dimensions.
+
+    Returns one sentence about them.
+    """
     model = document.data["model"]
     family = str(model.get("family"))
     known: Mapping[str, Any] = {}
@@ -281,6 +303,7 @@ def _complete_model(document: YamlDocument) -> list[str]:
 
 
 def _complete_ffn(document: YamlDocument) -> str | None:
+    """Set `ffn_hidden` by the convention of `ffn_width`. Returns a text about it, None if it is given or cannot be computed."""
     model = document.data["model"]
     if model.get("ffn_hidden") is not None or not _is_count(model.get("hidden")):
         return None
@@ -289,6 +312,7 @@ def _complete_ffn(document: YamlDocument) -> str | None:
 
 
 def _complete_kv_heads(document: YamlDocument) -> str | None:
+    """Set `kv_heads` to `heads`. Returns a text about it, None if it is given or cannot be computed."""
     heads = document.data["model"].get("heads")
     if document.data["model"].get("kv_heads") is not None or heads is None:
         return None
@@ -300,6 +324,10 @@ def _complete_kv_heads(document: YamlDocument) -> str | None:
 
 
 def _complete_head_dim(document: YamlDocument) -> str | None:
+    """Set `head_dim` to `hidden` / `heads`, and reject a remainder.
+
+    Returns a text about it, None if it is given or cannot be computed.
+    """
     model = document.data["model"]
     heads = model.get("heads")
     hidden = model.get("hidden")
@@ -315,13 +343,13 @@ def _complete_head_dim(document: YamlDocument) -> str | None:
 
 
 def _put_beside(document: YamlDocument, existing_key: str, name: str, value: Any) -> str:
-    """Sets a model's key at the position of the key that it is derived from; returns name and value as text."""
+    """Set a key of the model, with the position of the key from which it is derived. Returns its name and value as text."""
     document.put(("model", name), value, document.value_position(("model", existing_key)))
     return f"{name} {format_value(value) if isinstance(value, bool) else value}"
 
 
 def _limit_sequence(document: YamlDocument) -> None:
-    """Sets an absent `train.seq_len` to its default or the model's longest sequence, whichever is less."""
+    """If `train.seq_len` is absent, set it to its default or to the longest sequence of the model, whichever is less."""
     longest = document.data["model"].get("max_seq_len")
     train = document.data["train"]
     default = next(f.default for f in dataclasses.fields(TrainSpec) if f.name == "seq_len")
@@ -330,7 +358,11 @@ def _limit_sequence(document: YamlDocument) -> None:
 
 
 def complete_batch(document: YamlDocument) -> None:
-    """Sets what follows from `train.global_batch_tokens`: the sequences that the planner assumes, and the mask of documents."""
+    """Set the keys that follow from `train.global_batch_tokens`.
+
+    These are `train.global_batch`, the number of sequences that the planner assumes for a step, and
+    `data.document_mask`.
+    """
     train = document.data.get("train")
     path: KeyPath = ("train", "global_batch_tokens")
     tokens = document.get(path)
@@ -353,7 +385,7 @@ def complete_batch(document: YamlDocument) -> None:
 
 
 def _complete_epochs(document: YamlDocument) -> None:
-    """Sets `train.steps` beside `train.epochs` to `STEPS_OF_EPOCHS`, until the data are opened."""
+    """If `train.epochs` is given, set `train.steps` to the placeholder `STEPS_OF_EPOCHS`. It is replaced once the data are opened."""
     path: KeyPath = ("train", "epochs")
     epochs = document.get(path)
     if epochs in (None, "none"):
@@ -368,7 +400,7 @@ def _complete_epochs(document: YamlDocument) -> None:
 
 
 def _limit_warmup(document: YamlDocument) -> None:
-    """Sets the quick start's warm-up to a tenth of the steps when an override makes the run shorter than it."""
+    """If an override makes a quick start shorter than its warm-up, set the warm-up to a tenth of the steps."""
     path: KeyPath = ("train", "warmup_steps")
     steps = document.get(("train", "steps"))
     warmup = document.get(path)

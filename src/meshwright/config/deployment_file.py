@@ -1,4 +1,10 @@
-"""Loads the file that asks for the plan of a deployment, and files of deployments, or reports every mistake in them."""
+"""Loads the file that asks for the plan of a deployment, and files that describe a deployment.
+
+Reports every mistake in them.
+
+The first is called the question: its section `serve` has the workload and the limits. The planner answers it with a
+deployment.
+"""
 
 from __future__ import annotations
 
@@ -32,27 +38,30 @@ SHORTHANDS: dict[str, dict[str, str]] = {
     "fp8": {"weights": "fp8", "kv_cache": "fp8"},
     "int8": {"weights": "int8"},
 }
-"""The sections for which single words of `quantisation` stand."""
+"""The sections that single words of `quantisation` stand for."""
 _SYNTHETIC = ("rate", "input_tokens", "output_tokens", "prefix_sharing")
+"""Keys of a workload of equal requests."""
 _WORKLOAD: KeyPath = ("serve", "workload")
+"""Path of the section of the workload."""
 
 
 class PlannedSetting(NamedTuple):
-    """A setting of a server that the file of its deployment gives."""
+    """A setting of a server that comes from the file of its deployment."""
 
     value: Any
     position: Position
+    """Where the file gives the value."""
 
 
 def asks_for_deployment(path: Path | None, overrides: Sequence[str]) -> bool:
-    """Whether a file, or an override, has the section `serve`."""
+    """Return whether the file, or an override, has the section `serve`, and so asks for a deployment."""
     if any(text.removeprefix("--").partition("=")[0].partition(".")[0] == "serve" for text in overrides):
         return True
     return path is not None and read_yaml(path).has(("serve",))
 
 
 def load_deployment_spec(path: Path, overrides: Sequence[str] = (), **options: Any) -> DeploymentSpec:
-    """The question as `read_deployment_spec` reads it, with the same parameters."""
+    """Like `read_deployment_spec`, but returns only the values."""
     return read_deployment_spec(path, overrides, **options).value
 
 
@@ -65,16 +74,16 @@ def read_deployment_spec(
     model_reader: ModelReader | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> LocatedValues[DeploymentSpec]:
-    """The question in the file at `path`, with `overrides` such as `serve.limits.tpot_seconds=0.02` applied.
+    """Read the question in the file at `path` and apply `overrides` such as `serve.limits.tpot_seconds=0.02`.
 
-    Parameters as in `load_run`. The path of a trace is relative to the file that names it. Raises BadConfig with every
-    mistake, of the trace only the first.
+    The arguments are as in `load_run`; `note` receives a sentence for each assumption. The path of a trace is relative
+    to the file that names it. Raises BadConfig with every mistake in the keys, and with the first mistake in the trace.
     """
     document = gather(path, overrides, detect or one_cpu_rank)
     given = set(document.data)
     notes = complete(document, path.stem, runs, detect or one_cpu_rank, model_reader)
     for section in set(document.data) - given - set(hints_of(DeploymentSpec)):
-        del document.data[section]  # `complete` adds sections of a training
+        del document.data[section]  # `complete` adds sections that only a training has.
     _expand(document, path.parent)
     values, mistakes, unusable = schema_mistakes(DeploymentSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable | {("train",), ("data",)})
@@ -89,12 +98,12 @@ def read_deployment_spec(
 
 
 def load_deployment(path: Path) -> Deployment:
-    """The deployment in a file that `deployment_yaml` or a person wrote. Raises BadConfig with every mistake."""
+    """Load a deployment from a file that `deployment_yaml` or a person wrote. Raises BadConfig with every mistake."""
     return read_deployment(path).value
 
 
 def read_deployment(path: Path) -> LocatedValues[Deployment]:
-    """The deployment as `load_deployment` reads it, with the positions of its keys."""
+    """Like `load_deployment`, but the result also has the positions of the keys."""
     document = read_yaml(path)
     refuse_question(document, "a deployment, which `meshwright plan FILE --out DEPLOYMENT.yaml` writes for this file")
     _expand_quantisation(document, ("quantisation",))
@@ -111,7 +120,7 @@ def read_deployment(path: Path) -> LocatedValues[Deployment]:
 
 
 def _switch_mistakes(deployment: Deployment, document: YamlDocument) -> Iterator[Mistake]:
-    """Switches for tokens on their way to experts of other devices need instances whose devices divide the experts."""
+    """Yield a mistake for each switch about sending hidden states to experts on other devices, if no instance divides experts."""
     if any(instance.expert > 1 for instance in deployment.instances):
         return
     engine = deployment.engine
@@ -127,30 +136,30 @@ def _switch_mistakes(deployment: Deployment, document: YamlDocument) -> Iterator
 
 
 def refuse_question(document: YamlDocument, expected: str) -> None:
-    """Raise BadConfig, with this mistake alone, for a file that asks for the plan of a deployment."""
+    """Raise BadConfig if the file is a question. `expected` says what the file should be."""
     if document.has(("serve",)):
         raise BadConfig([document.mistake(("serve",), expected, "a question for the plan of a deployment")])
 
 
 def deployment_yaml(deployment: Deployment) -> str:
-    """The deployment as a file that a person reads, edits and passes to `meshwright serve --plan FILE`."""
+    """Return the deployment as a YAML file that a person can read, edit and pass to `meshwright serve --plan FILE`."""
     header = "# A serving deployment. Edit it and pass it back with --plan FILE; `predicted` and `why` bind nothing.\n"
     return header + dump_yaml(to_plain(deployment))
 
 
 def server_settings(deployment: Deployment, role: str | None) -> dict[str, Any]:
-    """The keys of a server's file that make it an instance of the deployment.
+    """Return the keys that a server's file must have so that the server is an instance of the deployment.
 
-    `role` selects the instance where they have several. Raises BadInput, with the key of the deployment, if the role does not
-    select equal instances, or for instances that this release cannot serve.
+    `role` selects the instance if there are several kinds. Raises BadInput, with the key in the deployment's file, if
+    the instances selected by the role differ, and if this release cannot serve them.
     """
     return {key: value for key, (value, _) in _settings_with_keys(deployment, role).items()}
 
 
 def planned_settings(file: LocatedValues[Deployment], role: str | None) -> dict[str, PlannedSetting]:
-    """The settings of `server_settings` and the switches of engines that differ from their defaults, with their positions.
+    """Return the settings of `server_settings`, each with its position in the file.
 
-    Raises BadConfig where `server_settings` raises BadInput.
+    Engine switches that differ from their defaults are added. Raises BadConfig where `server_settings` raises BadInput.
     """
     with file.at_keys():
         settings = _settings_with_keys(file.value, role)
@@ -162,7 +171,7 @@ def planned_settings(file: LocatedValues[Deployment], role: str | None) -> dict[
 
 
 def _settings_with_keys(deployment: Deployment, role: str | None) -> dict[str, tuple[Any, KeyPath]]:
-    """The settings of a server, and for each the key of the deployment that gives it."""
+    """Return the settings of a server, each with the key of the deployment's file that gives it."""
     entries = [(index, entry) for index, entry in enumerate(deployment.instances) if role in (None, entry.role)]
     if len({(entry.role, entry.tensor, entry.expert, entry.token_budget) for _, entry in entries}) != 1:
         roles = {entry.role for _, entry in entries}
@@ -188,7 +197,7 @@ def _settings_with_keys(deployment: Deployment, role: str | None) -> dict[str, t
 
 
 def _expand(document: YamlDocument, folder: Path) -> None:
-    """Replaces the shorthand of `serve.quantisation`, and makes the path of the trace absolute."""
+    """Replace the shorthand in `serve.quantisation` by its section, and make the path of the trace absolute."""
     _expand_quantisation(document, ("serve", "quantisation"))
     path = (*_WORKLOAD, "trace")
     name = document.get(path)
@@ -205,7 +214,7 @@ def _expand_quantisation(document: YamlDocument, path: KeyPath) -> None:
 
 
 def _workload_rules(document: YamlDocument) -> Iterator[Mistake]:
-    """A workload is a trace, or the rate and sizes of equal requests."""
+    """Yield mistakes of the workload: it must be a trace, or the rate and the sizes of equal requests."""
     workload = {key: value for key, value in document.get(_WORKLOAD).items() if value not in (None, "none")}
     if "trace" in workload:
         for key in (key for key in _SYNTHETIC if key in workload):
@@ -220,7 +229,7 @@ def _workload_rules(document: YamlDocument) -> Iterator[Mistake]:
 
 
 def _sharing_rule(document: YamlDocument, tokens: int, share: float) -> Iterator[Mistake]:
-    """Prompts share whole blocks."""
+    """Yield a mistake if the shared part of prompts is shorter than one block, because prompts share whole blocks."""
     if share and int(share * tokens) < PREFIX_BLOCK:
         more = f", or at least {PREFIX_BLOCK / tokens:.3g}" if tokens > PREFIX_BLOCK else ""
         expected = f"0{more}: prompts of {tokens} tokens share whole blocks of {PREFIX_BLOCK}"
@@ -228,7 +237,7 @@ def _sharing_rule(document: YamlDocument, tokens: int, share: float) -> Iterator
 
 
 def _context_rule(document: YamlDocument, workload: Mapping[str, Any]) -> Iterator[Mistake]:
-    """The model's context holds a request."""
+    """Yield a mistake if a request does not fit into the context of the model."""
     if (context := _context(document)) is not None:
         most = {"input_tokens": context - 1, "output_tokens": max(1, context - workload["input_tokens"])}
         key = next((key for key in most if workload[key] > most[key]), None)
@@ -239,13 +248,19 @@ def _context_rule(document: YamlDocument, workload: Mapping[str, Any]) -> Iterat
 
 
 def _context(document: YamlDocument) -> int | None:
-    """Tokens that the model's context holds, if the file says so; a server refuses a prompt without room for one more."""
+    """Return the context of the model in tokens, if the file gives it.
+
+    A prompt must be shorter, because the server adds at least one token.
+    """
     context = document.get(("model", "max_seq_len"))
     return context if isinstance(context, int) else None
 
 
 def _long_prompts(document: YamlDocument, path: KeyPath, lengths: Sequence[int]) -> Iterator[Mistake]:
-    """More prompts of a trace than may miss the limits are too long for the model."""
+    """Yield a mistake if too many prompts of a trace are too long for the model.
+
+    That is the case if fewer than the fraction `serve.limits.attainment` of the prompts fit. `lengths` are in tokens.
+    """
     context = _context(document)
     attainment = document.get(("serve", "limits", "attainment"))
     share = attainment if isinstance(attainment, int | float) else ServeLimits.attainment
@@ -258,7 +273,7 @@ def _long_prompts(document: YamlDocument, path: KeyPath, lengths: Sequence[int])
 
 
 def _trace_mistakes(document: YamlDocument) -> list[Mistake]:
-    """The first mistake in the trace; that of a file that cannot be read is at the key which names it."""
+    """Return the first mistake in the trace. If the trace cannot be read, the mistake is at the key that names it."""
     path = (*_WORKLOAD, "trace")
     name = document.get(path)
     if not isinstance(name, str) or name == "none":

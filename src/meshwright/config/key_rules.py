@@ -1,6 +1,6 @@
-"""Rules between the keys of a run file. Each broken rule becomes a Mistake at the key that breaks it.
+"""Rules that involve several keys of a run file. A broken rule becomes a Mistake at the key that breaks it.
 
-A rule reads only valid values, so its mistakes are reported together with unknown keys and wrong types.
+Rules read only valid values. So their mistakes can be reported together with unknown keys and wrong types.
 """
 
 from __future__ import annotations
@@ -42,11 +42,16 @@ from meshwright.spec.plan_name import layer_numbers
 from meshwright.spec.plan_rules import RuleInput, mistakes, text_of
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+"""What the name of a run must match."""
 MOST_LETTERS = 200
-"""Characters of a chip's and a run's name: a folder name may have 255 bytes, and the run's name gets suffixes such as `-2`."""
+"""Maximum number of characters of the name of a chip or a run.
+
+A folder name may have 255 bytes, and a suffix such as `-2` is added to the name of a run.
+"""
 MOST_RANKS = 2**20
+"""Maximum number of ranks of a cluster."""
 MOST_SEQUENCES = 2**14
-"""Sequences of one rank in one step. A schedule lists every micro-batch, so their number is limited."""
+"""Maximum number of sequences of one rank in one step. A schedule lists every micro-batch, so their number must be limited."""
 _WIDTHS = (
     "hidden",
     "heads",
@@ -59,12 +64,13 @@ _WIDTHS = (
     "expert_hidden",
     "shared_expert_hidden",
 )
+"""Dimensions that may be the reason for too many parameters. The largest of them is named in the mistake."""
 
 
 def cross_checks(document: YamlDocument, unusable: set[KeyPath], plan_file: Values | None = None) -> list[Mistake]:
-    """The mistakes of a run file, and of the plan file that it names, against every rule.
+    """Check a run file, and the plan file that it names, against every rule, and return the mistakes.
 
-    `unusable` are the paths of invalid values, which no rule reads.
+    `unusable` has the paths of invalid values. No rule reads these.
     """
     run = RunValues(document, unusable, plan_file)
     rules = (
@@ -94,7 +100,7 @@ def cross_checks(document: YamlDocument, unusable: set[KeyPath], plan_file: Valu
 
 
 def plan_rules(run: RunValues) -> Iterator[Mistake]:
-    """The table of rules between keys of a plan."""
+    """Yield mistakes against the table of rules between keys of a plan."""
     given = RuleInput(run.rule_value, run("plan.layers") or ())
     for rule, index, values in mistakes(given):
         key = rule.key if "." in rule.key else f"plan.{rule.key}"
@@ -103,6 +109,7 @@ def plan_rules(run: RunValues) -> Iterator[Mistake]:
 
 
 def _names(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes in the name of the run and in `model.init`."""
     name = None if run.document.partial else run("name")
     init = run("model.init")
     if name is not None and not _NAME.fullmatch(name):
@@ -117,7 +124,7 @@ def _names(run: RunValues) -> Iterator[Mistake]:
 
 
 def _parameters(run: RunValues) -> Iterator[Mistake]:
-    """The number of parameters does not exceed the range of the cost model's arithmetic."""
+    """Yield a mistake if the model has more parameters than the arithmetic of the cost model allows."""
     if (sizes := _model_values(run)) is None:
         return
     count = parameter_count(from_plain(ModelSpec, sizes))
@@ -128,7 +135,7 @@ def _parameters(run: RunValues) -> Iterator[Mistake]:
 
 
 def _model_values(run: RunValues) -> dict[str, Any] | None:
-    """The fields of the run's ModelSpec that have values; None if some are not usable or not given yet."""
+    """Return the given fields of the run's ModelSpec. None if some are invalid or not yet known."""
     if run.document.partial or any(path[:1] == ("model",) for path in run.unusable):
         return None
     given = {f.name: run(f"model.{f.name}") for f in dataclasses.fields(ModelSpec)}
@@ -136,7 +143,7 @@ def _model_values(run: RunValues) -> dict[str, Any] | None:
 
 
 def _model(run: RunValues) -> Iterator[Mistake]:
-    """What is wrong between the keys of the model: the rules of `spec.dimension_checks`."""
+    """Yield mistakes between the dimensions of the model, by the rules of `spec.dimension_checks`."""
     if (values := _model_values(run)) is None:
         return
     for wrong in model_mistakes(from_plain(ModelSpec, values)):
@@ -145,7 +152,7 @@ def _model(run: RunValues) -> Iterator[Mistake]:
 
 
 def _experts(run: RunValues) -> Iterator[Mistake]:
-    """A dense model has no keys of experts, which it would ignore, and a model with experts has layers with them."""
+    """Yield mistakes of expert keys: a dense model must not have them, and a model with experts needs MoE layers."""
     experts = run("model.experts")
     layers = run("model.layers")
     dense = run("model.first_dense_layers")
@@ -157,6 +164,7 @@ def _experts(run: RunValues) -> Iterator[Mistake]:
 
 
 def _sequence(run: RunValues) -> Iterator[Mistake]:
+    """Yield a mistake if sequences are longer than the model's longest sequence."""
     seq_len = run("train.seq_len")
     longest = run("model.max_seq_len")
     known = run.given("model.max_seq_len") or run(
@@ -169,6 +177,7 @@ def _sequence(run: RunValues) -> Iterator[Mistake]:
 
 
 def _warmup(run: RunValues) -> Iterator[Mistake]:
+    """Yield a mistake if the warm-up is not shorter than the run."""
     steps = run("train.steps")
     warmup = run("train.warmup_steps")
     if steps and warmup and warmup >= steps and not run("train.epochs"):
@@ -177,12 +186,16 @@ def _warmup(run: RunValues) -> Iterator[Mistake]:
 
 
 def _partner(run: RunValues) -> Iterator[Mistake]:
-    """Copies are made of snapshots, and only an asynchronous save makes one."""
+    """Yield a mistake if snapshots are copied to a partner although saves are synchronous, as only asynchronous saves make snapshots."""
     if run("checkpoint.partner") == "host" and run("checkpoint.mode") == "sync":
         yield run.mistake("checkpoint.mode", "auto or async, as checkpoint.partner is host", "async")
 
 
 def _data(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes in the sources of data.
+
+    There must be a source, something must use each stream, and the number of lanes must be a multiple of the batch.
+    """
     if run("data.mix") == {}:
         yield run.mistake("data.mix", "at least one data directory", "stdlib")
     sources = {*(run("data.mix") or ()), run("data.validation")}
@@ -201,6 +214,7 @@ def _data(run: RunValues) -> Iterator[Mistake]:
 
 
 def _deterministic(run: RunValues) -> Iterator[Mistake]:
+    """Yield a mistake if a deterministic run may continue on fewer hosts, because another layout rounds differently."""
     if run("train.deterministic") and run("supervision.wait_seconds") is not None:
         expected = "none, as train.deterministic needs one layout and fewer hosts have another; set spares instead"
         yield run.mistake("supervision.wait_seconds", expected, "none")
@@ -229,6 +243,7 @@ def _prometheus(run: RunValues) -> Iterator[Mistake]:
 
 
 def _chip(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes in the name of the chip: it must be in the table of chips, or its memory must be given."""
     gpu = run("cluster.gpu")
     if gpu is not None and not (gpu.isprintable() and 0 < len(gpu) <= MOST_LETTERS):
         yield run.mistake("cluster.gpu", f"1 to {MOST_LETTERS} characters on one line", chip_from_device_name(gpu))
@@ -248,7 +263,7 @@ def _chip(run: RunValues) -> Iterator[Mistake]:
 
 
 def _plan_file(run: RunValues) -> Iterator[Mistake]:
-    """Keys that only a plan file has: it is made for a batch, and it has the times of samples."""
+    """Yield mistakes of keys that only a plan file has: the batch for which the plan was made, and the micro-batch."""
     batch = run("train.global_batch")
     made_for = run("plan.global_batch")
     if batch and made_for and not run("train.global_batch_tokens") and made_for != batch:
@@ -262,7 +277,7 @@ def _plan_file(run: RunValues) -> Iterator[Mistake]:
 
 
 def _order(run: RunValues) -> Iterator[Mistake]:
-    """The order of axes has each axis with more than one rank once."""
+    """Yield mistakes of `plan.order`: it must have each axis with more than one rank exactly once."""
     order = run("plan.order")
     if order is None:
         return
@@ -281,6 +296,7 @@ def _rank_count(run: RunValues) -> int | None:
 
 
 def _emulated(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes in the number of nodes that one host emulates."""
     nodes = run("cluster.nodes")
     per_node = run("cluster.gpus_per_node")
     emulated = run("cluster.emulate_nodes")
@@ -294,16 +310,16 @@ def _emulated(run: RunValues) -> Iterator[Mistake]:
 
 
 _MODEL_AXES = ("pipeline", "tensor", "context_ring", "context_ulysses")
-"""Axes whose ranks read the same samples."""
+"""Axes whose ranks read the same samples. The other axes are data axes."""
 
 
 def _pipeline_ranks(run: RunValues) -> int:
-    """Pinned pipeline ranks, or one for each entry of `plan.stages`."""
+    """Return the given number of pipeline ranks, or the number of rows of `plan.stages`, or 1."""
     return run("plan.pipeline") or len(run("plan.stages") or ()) or 1
 
 
 def _model_ranks(run: RunValues) -> dict[str, int]:
-    """By key, the pinned sizes of axes that split one data rank."""
+    """Return the given sizes of the axes that divide the model, by key. Sizes of 1 are left out."""
     pinned = {f"plan.{axis}": run(f"plan.{axis}") or 1 for axis in _MODEL_AXES}
     if run("plan.pipeline") is None:
         pinned["plan.stages"] = _pipeline_ranks(run)
@@ -311,6 +327,10 @@ def _model_ranks(run: RunValues) -> dict[str, int]:
 
 
 def _ranks(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes in the sizes of axes: together they must give the number of ranks of the cluster.
+
+    If some sizes are left to the planner, the product of the given ones must divide the number of ranks.
+    """
     ranks = _rank_count(run)
     replicate = run("plan.replicate")
     shard = run("plan.shard")
@@ -324,7 +344,7 @@ def _ranks(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake(key, f"cluster.nodes × cluster.gpus_per_node of at most {MOST_RANKS}", None, got)
         return
     if run("plan.hybrid"):
-        return  # a rule of the table checks the ranks then
+        return  # A rule of the table checks the ranks of a hybrid plan.
     wrong = [axis for axis in (*_MODEL_AXES, *DATA_AXES) if ranks % (run(f"plan.{axis}") or 1)]
     for axis in wrong:
         size = run(f"plan.{axis}")
@@ -361,15 +381,18 @@ def _ranks(run: RunValues) -> Iterator[Mistake]:
 
 
 def _global_batch(run: RunValues) -> Iterator[Mistake]:
-    """Pinned data ranks and micro-batch divide the global batch; the planner chooses unpinned ones so that they do."""
+    """Yield mistakes of the global batch: the given data ranks times the given micro-batch must divide it.
+
+    The planner chooses values that are not given such that they do.
+    """
     keys = ("plan.replicate", "plan.shard", "plan.micro_batch")
     batch = run("train.global_batch")
     ranks = _rank_count(run)
     pinned = {key: run(key) for key in keys if run(key)}
     if (ranks is None and batch) or any((ranks or 0) % (run(f"plan.{axis}") or 1) for axis in DATA_AXES):
-        return  # without a batch of the run's the one of a plan file is checked by itself
+        return  # If the run gives no batch, the batch of the plan file is checked elsewhere.
     pinned = {key: size for key, size in pinned.items() if size > 1}
-    if run("train.global_batch_tokens"):  # the planner divides samples, not sequences
+    if run("train.global_batch_tokens"):  # The planner then divides samples of different lengths, not sequences.
         return
     unit = math.prod(pinned.values())
     batch_key = "train.global_batch" if batch else "plan.global_batch"
@@ -383,7 +406,7 @@ def _global_batch(run: RunValues) -> Iterator[Mistake]:
 
 
 def _batch_ramp(run: RunValues) -> Iterator[Mistake]:
-    """Stages of a ramp follow each other, and none is larger than the batch that the plan is made for."""
+    """Yield mistakes of a batch ramp: its stages must follow each other, and none may exceed the batch of the plan."""
     batch = run("train.global_batch")
     last = 0
     for index, stage in enumerate(run("train.batch_ramp") or ()):
@@ -405,7 +428,10 @@ def _batch_ramp(run: RunValues) -> Iterator[Mistake]:
 
 
 def _stages(run: RunValues) -> Iterator[Mistake]:
-    """Layers fill the pinned pipeline in the stage order of the pinned schedule, or of any schedule if none is pinned."""
+    """Yield mistakes of the pipeline: the layers must fill the stages, in the stage order of the schedule.
+
+    If no schedule is given, it suffices that one of the possible orders fits.
+    """
     layers = run("model.layers")
     stages = run("plan.stages")
     if stages is not None and not stages:
@@ -417,7 +443,11 @@ def _stages(run: RunValues) -> Iterator[Mistake]:
 
 
 def _unlisted_stages(run: RunValues) -> Iterator[Mistake]:
-    """Where layers differ, stages of equally many take unlike times: the search balances them, and a plan file lists them."""
+    """Yield a mistake if a plan file has no `plan.stages` although the layers of the model differ.
+
+    Stages with equally many layers then take different times. The search balances the times, so a plan file lists the
+    stages.
+    """
     values = _model_values(run)
     pipeline = _pipeline_ranks(run)
     if run("plan.stages") or pipeline == 1 or values is None:
@@ -433,9 +463,14 @@ def _unlisted_stages(run: RunValues) -> Iterator[Mistake]:
 def _stage_order(
     run: RunValues, path: KeyPath, schedule: ScheduleName | None, stages: Any, pipeline: int, layers: int
 ) -> Iterator[Mistake]:
+    """Yield a mistake if the layers cannot be divided into the given stages.
+
+    `schedule` is the given schedule; None tries one schedule for each order of stages. `stages` is a row of layer
+    ranges for each pipeline rank, or None for an even division. `path` is where the mistake is reported.
+    """
     table = tuple(map(tuple, stages or ()))
     wrong: list[str] = []
-    # Without a pinned schedule, try one schedule for each order of stages: repeated along the ranks, or in a V.
+    # Without a given schedule, try one schedule for each order of stages: the same order on every rank, or a V.
     for name in (schedule,) if schedule else _schedule_of_each_order(table):
         try:
             stage_table(SchedulePlan(name=name, stages=table), pipeline, layers)
@@ -458,7 +493,7 @@ def _schedule_of_each_order(table: tuple[tuple[str, ...], ...]) -> tuple[Schedul
 
 
 def _layers(run: RunValues) -> Iterator[Mistake]:
-    """Layer ranges that lie outside of the model, overlap, or leave a layer out."""
+    """Yield mistakes of layer ranges: they must be inside the model, must not overlap, and must cover every layer."""
     layers = run("model.layers")
     strategies = run("plan.layers")
     if not layers or strategies is None:
@@ -487,4 +522,4 @@ def _layers(run: RunValues) -> Iterator[Mistake]:
 
 
 WHOLE_PLAN = (_plan_file, _order, _ranks, _global_batch, _layers, _stages)
-"""Rules of whole plans, which no single value breaks. Plans that the search makes keep them: it lists only such layouts."""
+"""Rules about a plan as a whole. The search lists only layouts that fulfil them, so it need not check them."""

@@ -1,7 +1,8 @@
-"""Loads a run file and overrides as one RunSpec, or reports every mistake in them.
+"""Loads a run file with its overrides as one RunSpec, or reports every mistake in them.
 
-Precedence, lowest first: defaults, what `extends` names, the file, `train.steps=200` on the command line. Derived
-values are filled in after merging. A resolved run, written by `resolved_yaml`, loads to an equal RunSpec.
+The sources of a value, from the weakest to the strongest: the default, the file or preset that `extends` names, the
+file itself, and an override such as `train.steps=200` on the command line. Derived values are computed after these are
+merged. A resolved run, as `resolved_yaml` writes it, loads to an equal RunSpec.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from meshwright.spec.plan_keys import PlanKeys, plain_keys, plan_of
 from meshwright.spec.run import ModelSection, RunSpec
 
 _COMPARED_SECTIONS = ("seed", "model", "data", "train", "rl", "preference")
+"""Sections in which two runs may differ such that they train differently."""
 _NOT_COMPARED = {
     "model.preset",
     "data.validation",
@@ -61,8 +63,13 @@ _NOT_COMPARED = {
     "rl.reward.seconds",
     "rl.reward.memory_gib",
 }
+"""Keys in these sections that do not change the result of a training."""
 _PATHS = ("rl.reward.file", "rl.reward.model")
-"""Keys whose files may have moved, as to another machine: names are compared, not folders."""
+"""Keys with the path of a file.
+
+Only the name of the file is compared, because a run may continue on another machine, where the file is in another
+folder.
+"""
 
 
 def load_run(
@@ -74,13 +81,17 @@ def load_run(
     model_reader: ModelReader | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> RunSpec:
-    """The run in the file at `path`, with `overrides` such as `train.steps=200` applied.
+    """Load the run in the file at `path`, with `overrides` such as `train.steps=200` applied.
 
-    Without a path the overrides describe the run (see `gather`); QUICKSTART is the path of the quick start's run file.
-    `model.init: checkpoint:NAME` looks for a run named NAME in `runs`. `detect` returns the ClusterSpec keys of this
-    machine for `cluster: auto` and an absent cluster. `model_reader` returns the ModelSpec keys for `model.init:
-    hf:DIR` when the file gives no dimensions. `note` receives a sentence for each assumption. Raises BadConfig with
-    every mistake.
+    - `path`: None means that the overrides describe the run (see `gather`). QUICKSTART is the file of the quick start.
+    - `runs`: folder in which `model.init: checkpoint:NAME` looks for the run NAME.
+    - `detect`: returns the ClusterSpec keys of this machine. It is called for `cluster: auto`, and if no cluster is
+      given.
+    - `model_reader`: returns the ModelSpec keys of a Hugging Face folder, for `model.init: hf:DIR` without given
+      dimensions.
+    - `note`: receives one sentence for each assumption.
+
+    Raises BadConfig with every mistake.
     """
     reading = read_run(path, overrides, runs=runs, detect=detect, model_reader=model_reader)
     run = reading.run()
@@ -97,9 +108,9 @@ def read_run(
     detect: Detect | None = None,
     model_reader: ModelReader | None = None,
 ) -> RunReading:
-    """The values that `load_run` reads, with their positions and mistakes. Does not raise for a mistake.
+    """Read what `load_run` reads, with the positions of the values and all mistakes. Does not raise for a mistake.
 
-    A file of another command has this mistake alone.
+    If the file belongs to another command, that is the only mistake.
     """
     document = gather(path, overrides, detect or one_cpu_rank)
     notes = complete(document, (path or QUICKSTART).stem, runs, detect or one_cpu_rank, model_reader)
@@ -111,7 +122,7 @@ def read_run(
     mistakes += profile_mistakes(document, unusable) + _expert_load_mistakes(document, unusable)
     mistakes += _lengths_mistakes(document, unusable)
     if other := [mistake for mistake in mistakes if mistake.key in KEYS_OF_OTHER_FILES]:
-        # what the run lacks is in no file: later checks leave it out too
+        # The file is not a run file, so later checks must not report keys that it lacks.
         mistakes = other
         document.partial = True
     assumed = () if path is not None else tuple(_embedded_values(document))
@@ -119,9 +130,9 @@ def read_run(
 
 
 def load_resolved(path: Path) -> RunSpec:
-    """The run in a file written by `resolved_yaml`, such as config.yaml of a run's folder or of a checkpoint.
+    """Load a run from a file that `resolved_yaml` wrote, such as config.yaml in the folder of a run or of a checkpoint.
 
-    Unlike `load_run` it reads nothing outside the file: the plan file or weights that it names may be deleted. Raises
+    Unlike `load_run`, this reads nothing but the file, so plan files and weights that it names may be deleted. Raises
     BadConfig with every mistake.
     """
     document = read_yaml(path)
@@ -134,14 +145,16 @@ def load_resolved(path: Path) -> RunSpec:
 
 
 def load_resolved_model(path: Path) -> ModelSection:
-    """The model of a run's file as `load_resolved` reads it. Only that section is checked, unless it has mistakes."""
+    """Return the model in a file that `load_resolved` reads. The other sections are not checked, unless this section has mistakes."""
     document = read_yaml(path)
     values, mistakes = validate(ModelSection, document.get(("model",)) or {})
     return load_resolved(path).model if mistakes or document.mistakes else from_plain(ModelSection, values)
 
 
 def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: Detect | None = None) -> ClusterSpec:
-    """The cluster of the run that `load_run` would load. Its profile is not read: it may not be written yet.
+    """Return the cluster of the run that `load_run` would load.
+
+    The file `cluster.profile` is not read, because it may not exist yet.
 
     Raises BadConfig with every mistake in the section.
     """
@@ -157,7 +170,9 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: De
 
 
 def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
-    """The plan in a file; with `cluster`, `crosses` of each axis is computed for its nodes.
+    """Load the plan in a file.
+
+    With `cluster`, `crosses` of each axis is computed for the cluster's number of ranks on a node.
 
     Raises BadConfig with every mistake.
     """
@@ -170,13 +185,13 @@ def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
 
 
 def resolved_yaml(run: RunSpec) -> str:
-    """The run with every value, as YAML that `load_run` reads back to an equal RunSpec."""
+    """Return the run with every value, as YAML that `load_run` reads back to an equal RunSpec."""
     header = "# A resolved run: every value, defaults included. Loading this file gives the same run again.\n"
     return header + dump_yaml(_without_derived(run))
 
 
 def plan_yaml(plan: Plan) -> str:
-    """The plan as a file that a person reads, edits and passes back with `plan: FILE`."""
+    """Return the plan as a YAML file that a person can read, edit and pass back with `plan: FILE`."""
     header = (
         "# The plan of this run. Edit a copy and pass it back with `plan: FILE`; `predicted` and `why` bind nothing.\n"
     )
@@ -184,10 +199,11 @@ def plan_yaml(plan: Plan) -> str:
 
 
 def differences(a: RunSpec, b: RunSpec) -> list[tuple[str, Any, Any]]:
-    """(dotted key, value of a, value of b) for every key that makes the two runs train differently.
+    """Return (dotted key, value in a, value in b) for every key whose difference makes the two runs train differently.
 
-    Keys that do not change the training are ignored: cluster, plan, checkpoint, observe, validation and time limits.
-    The order of `data.mix` is compared, as the order of samples may depend on it. A section that only one of the runs has is one key.
+    Other keys are ignored: cluster, plan, checkpoint, observe, validation and time limits. The order of entries in
+    `data.mix` is compared, because the order of samples may depend on it. If only one of the runs has a section, the
+    section counts as one key.
     """
     ours = _flat(a)
     theirs = _flat(b)
@@ -203,14 +219,14 @@ def differences(a: RunSpec, b: RunSpec) -> list[tuple[str, Any, Any]]:
 
 
 def mistakes_as_json(mistakes: Iterable[Mistake] = ()) -> dict[str, Any]:
-    """The output of `meshwright check --json` for these mistakes."""
+    """Return what `meshwright check --json` prints for these mistakes."""
     report = BadConfig(mistakes)
     more = {"more": report.unlisted} if report.unlisted else {}
     return {"ok": not report.mistakes, "errors": report.as_plain(), **more}
 
 
 def _embedded_values(document: YamlDocument) -> Iterator[tuple[KeyPath, str]]:
-    """(path, value as text) of keys whose value comes from the quick start, its preset or a chip."""
+    """Yield (path, value as text) of each key whose value comes from the quick start, its preset or a chip."""
     for section, value in document.data.items():
         for key, inner in value.items() if isinstance(value, dict) else ((None, value),):
             path: KeyPath = (section,) if key is None else (section, key)
@@ -220,12 +236,15 @@ def _embedded_values(document: YamlDocument) -> Iterator[tuple[KeyPath, str]]:
 
 
 def one_cpu_rank() -> dict[str, Any]:
-    """The cluster of a file without one, where nothing detects this machine's devices."""
+    """Return the cluster of a file without one: one rank on a CPU. Used if nothing detects this machine's devices."""
     return {"gpu": "cpu", "nodes": 1, "gpus_per_node": 1}
 
 
 def _plan_file(document: YamlDocument, unusable: set[KeyPath]) -> tuple[Values | None, list[Mistake]]:
-    """The values of the plan file that a run names, None if it names none, and the mistakes of the file by itself."""
+    """Return the values of the plan file that a run names, and the mistakes in that file alone.
+
+    The values are None if no file is named.
+    """
     file = document.data.get("plan")
     if not isinstance(file, str) or file == "auto" or ("plan",) in unusable:
         return None, []
@@ -234,7 +253,7 @@ def _plan_file(document: YamlDocument, unusable: set[KeyPath]) -> tuple[Values |
 
 
 def profile_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mistake]:
-    """Mistakes in the machine profile that a run's cluster names."""
+    """Return the mistakes of `cluster.profile`: the file is missing or invalid, or describes another chip than `cluster.gpu`."""
     path: KeyPath = ("cluster", "profile")
     file = document.get(path)
     if not isinstance(file, str) or file == "none" or path in unusable or ("cluster",) in unusable:
@@ -276,7 +295,7 @@ def profile_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mis
 
 
 def _expert_load_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mistake]:
-    """Mistakes in the recorded loads of experts that a run names."""
+    """Return the mistakes of `train.expert_load`: the file or run has no loads that fit the model."""
     path: KeyPath = ("train", "expert_load")
     source = document.get(path)
     model, wrong = validate(ModelSection, document.data.get("model") or {})
@@ -294,7 +313,7 @@ def _expert_load_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> lis
 
 
 def _lengths_mistakes(document: YamlDocument, unusable: set[KeyPath]) -> list[Mistake]:
-    """Mistakes in the histogram of lengths that a run names."""
+    """Return the mistakes of `data.lengths`: the file is no histogram of lengths."""
     path: KeyPath = ("data", "lengths")
     source = document.get(path)
     if not isinstance(source, str) or source == "none" or path in unusable:
@@ -320,7 +339,7 @@ def _flat(run: RunSpec) -> dict[str, Any]:
 
 
 def _keys_of(section: str, inner: Any) -> dict[str, Any]:
-    """The values in a section by dotted key; of a section that may be missing also whether it is there."""
+    """Return the values in a section by dotted key. For a section that may be absent, one more entry says that it is there."""
     if not isinstance(inner, dict):
         return {section: inner}
     keys = {f"{section}.{key}": value for key, value in inner.items()}
@@ -332,7 +351,7 @@ def _keys_of(section: str, inner: Any) -> dict[str, Any]:
 
 
 def _without_derived(run: RunSpec) -> dict[str, Any]:
-    """The run as plain data, without the sequences that follow from `train.global_batch_tokens` and the cluster."""
+    """Return the run as plain data. `train.global_batch` is left out if it follows from `train.global_batch_tokens`."""
     plain = to_plain(run)
     if run.train.global_batch_tokens is not None:
         del plain["train"]["global_batch"]
@@ -340,5 +359,5 @@ def _without_derived(run: RunSpec) -> dict[str, Any]:
 
 
 def _as_list(value: Any) -> Any:
-    """Mappings as lists, so that a comparison includes their order."""
+    """Convert a mapping to a list of pairs, so that a comparison includes the order."""
     return list(value.items()) if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Schema errors as Mistakes: position, what was expected, and the nearest valid value."""
+"""Turns errors of the schema into Mistakes: position, what was expected, and the nearest valid value."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ from meshwright.spec.secrets import is_secret_name
 from meshwright.spec.serve import ServeSpec
 
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
+"""Answer to keys about dropout."""
 _EXPERTS = (
     "no such key; an MoE model is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
 )
+"""Answer to expert keys of other programs."""
 _NOT_YET = "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses, hybrid and expert"
+"""Answer to axes of parallelism that other programs have."""
 _WHOLE_DISTRIBUTION = (
     "no such key; answers are drawn from all tokens, as the trainer's probabilities are of all of them: delete the line"
 )
+"""Answer to sampling options in the section `rl`."""
 _RESTRICTED = (
     "top_p",
     "top_k",
@@ -46,13 +50,14 @@ _RESTRICTED = (
     "bad_words",
     "logit_bias",
 )
-"""Options of a server that leave tokens out or change what they are drawn with."""
+"""Options of a server that exclude tokens or change the probabilities with which tokens are drawn."""
 _OTHER_PARALLELISM = ("sequence", "context", "experts", "sequence_parallel")
+"""Names of axes of parallelism in other programs."""
 KEYS_OF_OTHER_FILES = {
     "serve": "`meshwright plan` and `bench-serve` read a file with it",
     "instances": "`serve --plan` and `bench-serve --plan` read a deployment",
 }
-"""Top-level keys of files that are no run files, and which commands read these."""
+"""Top-level keys of files that are not run files, and which commands read these files."""
 _SHORTHANDS: dict[KeyPath, str] = {
     ("model",): "a preset's name or ",
     ("cluster",): "auto, a cluster file or ",
@@ -60,14 +65,15 @@ _SHORTHANDS: dict[KeyPath, str] = {
     ("observe", "wandb"): "a project's name or ",
     ("serve", "quantisation"): "fp8, int8 or ",
 }
+"""Words that a section may be instead, by the path of the section. Each text begins a sentence about what was expected."""
 
 
 def schema_mistakes(cls: type, document: YamlDocument) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:
-    """The validated keys of `document`, its mistakes, and the paths without a usable value."""
+    """Return the validated keys of `document`, its mistakes, and the paths that have no usable value."""
     values, errors = validate(cls, document.data)
     errors = [error for error in errors if not _is_rejected(document, error.path)]
     unknown = [error for error in errors if error.problem == "unknown"]
-    # Suggestions cost time, so only the listed mistakes get one.
+    # To compute a suggestion takes time, so only the mistakes that will be listed get one.
     meant = {error.path: meant_key(cls, error.path, document) for error in unknown[:MOST_LISTED]}
     mistakes = [_unknown_key_mistake(cls, document, error.path, meant.get(error.path)) for error in unknown]
     missing = [error.path for error in errors if error.problem == "missing"]
@@ -81,7 +87,7 @@ def schema_mistakes(cls: type, document: YamlDocument) -> tuple[dict[str, Any], 
 
 
 def _missing_dimensions(cls: type, document: YamlDocument) -> list[KeyPath]:
-    """Paths of required model dimensions that the run has neither given nor derived."""
+    """Return the paths of required model dimensions that are neither given nor derived."""
     model = document.data.get("model") if _has_model(cls) else None
     if not isinstance(model, dict):
         return []
@@ -90,8 +96,8 @@ def _missing_dimensions(cls: type, document: YamlDocument) -> list[KeyPath]:
 
 
 def _shorthands(cls: type, path: KeyPath) -> str:
-    """The words that a section may be instead, as the begin of a sentence."""
-    if path == ("quantisation",):  # of a deployment
+    """Return the words that the section at `path` may be instead, as the beginning of a sentence. Empty if there are none."""
+    if path == ("quantisation",):  # The section `quantisation` of a deployment.
         path = ("serve", *path)
     elif not _has_model(cls):
         return ""
@@ -99,19 +105,23 @@ def _shorthands(cls: type, path: KeyPath) -> str:
 
 
 def _has_model(cls: type) -> bool:
-    """Whether the file has the section `model` of a run file."""
+    """Return whether a file of the class `cls` has the section `model` of a run file."""
     return hints_of(cls).get("model") is ModelSection
 
 
 def _foreign_word(cls: type, word: Any) -> Meaning:
-    """What a word of another program means in a run file, or in the settings of `serve`."""
+    """Return what a key of another program means here, in a run file or in the settings of `serve`."""
     serving = SERVING if cls is ServeSpec else {}
     table = TRAINING if _has_model(cls) else serving
     return table.get(normalized(str(word)), Meaning())
 
 
 def meant_key(cls: type, path: KeyPath, document: YamlDocument) -> KeyPath | None:
-    """The key that was probably meant by the unknown key at `path`."""
+    """Return the path of the key that was probably meant by the unknown key at `path`. None if there is no guess.
+
+    The candidates, in this order: the same name in the section; the same name in another section; a name of another
+    program; a similar name in the section; a similar name anywhere.
+    """
     parent = path[:-1]
     word = normalized(str(path[-1]))
     section = section_at(cls, parent, document.get(parent))
@@ -127,7 +137,8 @@ def meant_key(cls: type, path: KeyPath, document: YamlDocument) -> KeyPath | Non
     beginnings = [name for name in siblings if name.startswith(f"{word}_")]
     close = get_close_matches(word, siblings, n=3, cutoff=0.6) or (beginnings if len(beginnings) == 1 else [])
     if close:
-        # In a file a typo usually replaces a key that the file lacks, whatever it extends; an override may mean any key.
+        # A misspelled key in a file usually stands for a key that this file lacks, even if a file that it extends has
+        # the key. An override may mean any key.
         file = document.key_position(path).file
         lacking = [name for name in close if not _is_written(document, (*parent, name), file)]
         likely = close if file == COMMAND_LINE else lacking or close
@@ -137,7 +148,10 @@ def meant_key(cls: type, path: KeyPath, document: YamlDocument) -> KeyPath | Non
 
 
 def _is_written(document: YamlDocument, key: KeyPath, file: str) -> bool:
-    """Whether `file` itself has the key. Keys of a preset that it extends have the position of the preset's name, as their values have."""
+    """Return whether `file` itself contains the key.
+
+    Keys that come from a preset do not count. Such a key and its value both have the position of the preset's name.
+    """
     if not document.has(key):
         return False
     position = document.key_position(key)
@@ -146,11 +160,15 @@ def _is_written(document: YamlDocument, key: KeyPath, file: str) -> bool:
 
 @cache
 def _key_of_name(cls: type) -> dict[str, KeyPath]:
-    """The key paths by their last component; the first where several end alike."""
+    """Return the paths of all keys by their last name. If several paths end with the same name, the first one counts."""
     return {str(key[-1]): key for key in reversed(list(all_keys(cls)))}
 
 
 def _unknown_key_mistake(cls: type, document: YamlDocument, path: KeyPath, meant: KeyPath | None) -> Mistake:
+    """Return the mistake of an unknown key. `meant` is the key that was probably meant.
+
+    Keys that do not exist for a known reason, or that another program has, get a sentence about that instead.
+    """
     parent = path[:-1]
     position = document.key_position(path)
     got = f"'{shorten(str(path[-1]))}'"
@@ -161,7 +179,7 @@ def _unknown_key_mistake(cls: type, document: YamlDocument, path: KeyPath, meant
         sentence = refused or f"no such key; {foreign.advice}"
         near = None if refused else foreign.key
         return Refusal(position.file, position.line, position.column, dotted(path), sentence, sentence, near)
-    if meant is None or meant == path:  # `path` itself is a key of another optimizer
+    if meant is None or meant == path:  # If they are equal, `path` is a key of another optimizer.
         section = section_at(cls, parent, document.get(parent))
         return _mistake(position, path, f"{expected} ({', '.join(hints_of(section) if section else ())})", got)
     if meant[:-1] == parent:
@@ -173,7 +191,7 @@ def _unknown_key_mistake(cls: type, document: YamlDocument, path: KeyPath, meant
 
 
 def _refusal(path: KeyPath) -> str | None:
-    """The reason why a key of other trainers does not exist."""
+    """Return why a key that other trainers have does not exist here. None if there is no special reason."""
     section = path[0]
     name = str(path[-1])
     if len(path) == 1 and name in KEYS_OF_OTHER_FILES:
@@ -190,6 +208,7 @@ def _refusal(path: KeyPath) -> str | None:
 
 
 def _missing_key_mistakes(cls: type, document: YamlDocument, paths: list[KeyPath]) -> list[Mistake]:
+    """Return the mistakes of missing keys. All missing dimensions of the model together are one mistake."""
     model_keys = [str(path[1]) for path in paths if path[0] == "model" and len(path) == 2] if _has_model(cls) else []
     mistakes = [
         _mistake(document.key_position(path[:-1]), path, expected_text(annotation_at(cls, path)), "nothing")
@@ -206,6 +225,7 @@ def _missing_key_mistakes(cls: type, document: YamlDocument, paths: list[KeyPath
 
 
 def _value_mistake(cls: type, document: YamlDocument, path: KeyPath) -> Mistake:
+    """Return the mistake of an invalid value. The value of a secret is not shown."""
     annotation = annotation_at(cls, path)
     value = document.get(path)
     expected = _shorthands(cls, path) + expected_text(annotation)
@@ -220,7 +240,7 @@ def _value_mistake(cls: type, document: YamlDocument, path: KeyPath) -> Mistake:
 
 
 def _near_value(annotation: Any, value: Any) -> str | None:
-    """The valid spelling of a value that has the wrong type only."""
+    """Return the valid spelling of a value whose only fault is its type, for example 8 for "8". None if there is none."""
     options = literal_options(annotation)
     if isinstance(value, str) and accepts(annotation, bool):
         return {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}.get(

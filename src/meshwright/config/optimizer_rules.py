@@ -1,4 +1,4 @@
-"""Rules about the optimizer: its learning rate, and patterns of parameter names."""
+"""Rules about the optimizer: the learning rate, and patterns of parameter names."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.model import ModelSpec, parameters
 
 LEAST_FRACTION = 0.001
-"""Least end of a schedule other than 0, as a fraction of the peak."""
+"""Smallest value of `train.min_learning_rate` other than 0. The key is a fraction of the peak learning rate."""
 MOST_LAYERS = 10_000
-"""Layers up to which patterns are compared with all names."""
+"""Patterns are not checked for models with more layers than this, because every parameter's name would be compared."""
 REQUIRED = {
     field.name
     for field in dataclasses.fields(ModelSpec)
     if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 }
+"""Fields of ModelSpec without a default."""
 
 
 def final_learning_rate(run: RunValues) -> Iterator[Mistake]:
-    """A `train.min_learning_rate` that can only be meant as a learning rate, as other programs have it."""
+    """Yield a mistake if `train.min_learning_rate` is so small that it must be meant as a learning rate, as in other programs."""
     fraction = run("train.min_learning_rate")
     peak = run("train.learning_rate")
     if fraction and fraction < LEAST_FRACTION:
@@ -34,7 +35,7 @@ def final_learning_rate(run: RunValues) -> Iterator[Mistake]:
 
 
 def decay_patterns(run: RunValues) -> Iterator[Mistake]:
-    """Patterns of `train.decay_groups` that match no parameter of the model."""
+    """Yield a mistake for each pattern of `train.decay_groups` that matches no parameter of the model."""
     groups = run("train.decay_groups")
     values = {name: run(f"model.{name}") for name in hints_of(ModelSpec)} if groups and run("model") else {}
     given = {name: value for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""A plan file: the keys of a run's section `plan`, at the top of a file of their own."""
+"""Reads a plan file. Its top-level keys are those of the section `plan` in a run file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from meshwright.spec.plan_keys import PlanKeys
 
 
 def checked_keys(plan: YamlDocument) -> tuple[dict[str, Any], list[Mistake], Values]:
-    """The keys of a plan file as plain data, its mistakes by itself, and its values for rules between it and its run."""
+    """Return the keys of a plan file as plain data, the mistakes in them, and the values for rules that involve the run as well."""
     keys, mistakes, unusable = schema_mistakes(PlanKeys, plan)
     return keys, [*mistakes, *plan.mistakes], Values(plan, unusable)
 
 
 def plan_file_mistakes(plan: YamlDocument) -> tuple[dict[str, Any], list[Mistake]]:
-    """The keys of a plan file as plain data, and its mistakes as far as they do not depend on a run."""
+    """Return the keys of a plan file as plain data, and all mistakes that can be found without a run."""
     keys, mistakes, values = checked_keys(plan)
     return keys, mistakes + cross_checks(YamlDocument({}, plan.top, partial=True), set(), values)

@@ -1,4 +1,4 @@
-"""Rules of preferences (`preference`): what they cannot be combined with, and keys that the loss does not read."""
+"""Rules of the section `preference`: which settings exclude it, and which keys a loss does not read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from meshwright.spec.errors import Mistake
 from meshwright.spec.preference import START, PreferenceSpec
 
 DEFAULTS = {field.name: field.default for field in fields(PreferenceSpec)}
+"""Default of each key in the section."""
 READ_BY = {
     "beta": ("dpo", "ipo", "simpo", "orpo", "kto"),
     "margin": ("simpo",),
@@ -21,13 +22,17 @@ READ_BY = {
     "undesirable": ("kto",),
     "reference": ("dpo", "ipo", "kto"),
 }
-"""Losses that read a key, where not all do."""
+"""The losses that read a key. Keys that all losses read are not listed."""
 
 
 def preference(run: RunValues) -> Iterator[Mistake]:
-    """Preferences need whole answers in sequences of equal length, and a loss of their own; a reward model gives scores alone."""
+    """Yield mistakes of the section `preference`.
+
+    Training on preferences needs whole answers in sequences of equal length, and its own loss. A reward model needs a
+    head for scores.
+    """
     scores = run("preference") is not None and run("preference.loss") == "reward"
-    if (run("model.head") == "score") != scores and not run.given("serve"):  # a file with `serve` trains nothing
+    if (run("model.head") == "score") != scores and not run.given("serve"):  # A file with `serve` trains nothing.
         expected = (
             "score with preference.loss: reward"
             if scores

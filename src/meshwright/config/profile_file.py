@@ -1,4 +1,4 @@
-"""Reads, checks and writes the JSON file of a machine's profile. Torch-free, so that any machine can plan with it."""
+"""Reads, checks and writes the JSON file of a machine profile. It is torch-free, so any machine can plan with a profile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.spec.profile import MachineProfile
 
 
 def load_profile(path: Path | str) -> MachineProfile:
-    """The profile in the file at `path`. Raises BadInput with file, key and what was expected."""
+    """Load the profile in the file at `path`. Raises BadInput that names the file, the key and what was expected."""
     try:
         stamp = os.stat(path).st_mtime_ns
     except OSError as error:
@@ -27,7 +27,7 @@ def load_profile(path: Path | str) -> MachineProfile:
 
 
 def to_json(profile: MachineProfile) -> str:
-    """The content of a profile's file: one line for each measurement."""
+    """Return the content of a profile's file. Each measurement is one line."""
     lines = []
     for key, value in to_plain(profile).items():
         if isinstance(value, list) and value:
@@ -39,7 +39,7 @@ def to_json(profile: MachineProfile) -> str:
 
 
 def _short(value: Any) -> Any:
-    """Numbers rounded to six digits, more than the precision of a measurement."""
+    """Round numbers to six digits. Measurements are less precise than that."""
     if isinstance(value, dict):
         return {key: _short(inner) for key, inner in value.items()}
     return float(f"{value:.6g}") if isinstance(value, float) else value
@@ -47,7 +47,10 @@ def _short(value: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _loaded(path: str, stamp: int) -> MachineProfile:
-    """Cached, as a search loads the same profile thousands of times; `stamp` is the modification time of the file."""
+    """Load a profile. The result is cached, because a search loads the same profile thousands of times.
+
+    `stamp` is the modification time of the file in ns. It is only a key of the cache, so a changed file is read again.
+    """
     try:
         data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -63,7 +66,7 @@ def _loaded(path: str, stamp: int) -> MachineProfile:
 
 
 def _message(path: KeyPath, problem: str, data: dict[str, Any]) -> str:
-    """The message for one mistake."""
+    """Return the message for one mistake at `path`. `problem` is "unknown", "missing" or "value"."""
     if problem == "unknown":
         section = section_of(annotation_at(MachineProfile, path[:-1])) if path[:-1] else MachineProfile
         keys = ", ".join(hints_of(section) if section else ())

@@ -1,4 +1,4 @@
-"""A file as read: its values with their positions, and its mistakes."""
+"""The result of reading a file: its values with their positions, and the mistakes in them."""
 
 from __future__ import annotations
 
@@ -22,34 +22,38 @@ _OF_A_PLAN = ("model.", "cluster.", "train.global_batch", "train.seq_len", "trai
 
 @dataclass(frozen=True)
 class RunReading:
-    """The values of a run file, the files it extends and the command line, with their mistakes.
-
-    `shown` is the file's name in mistakes; `unusable` holds the paths without a usable value; `derived_notes` has a sentence
-    for each derived value; `assumed` has the values, as text, that the quick start gives to a run without a file.
-    """
+    """The result of reading a run file, the files that it extends, and the command line."""
 
     document: YamlDocument
+    """The merged values, with their positions."""
     shown: str
+    """Name of the file in messages."""
     mistakes: tuple[Mistake, ...]
+    """All mistakes, not yet sorted."""
     unusable: frozenset[KeyPath]
+    """Paths that have no usable value."""
     derived_notes: tuple[str, ...] = ()
+    """One sentence for each derived value."""
     assumed: tuple[tuple[KeyPath, str], ...] = ()
+    """(path, value as text) of each key that the quick start gives to a run without a file."""
 
     def notes(self, *, starts: bool = True) -> tuple[str, ...]:
-        """A sentence for each assumption; for a command that starts no run (`starts` False), of what a plan depends on."""
+        """Return one sentence for each assumption. If the command starts no run (`starts` is False), values that do not
+        change a plan are left out.
+        """
         relevant = [
             f"{dotted(path)}={text}" for path, text in self.assumed if starts or dotted(path).startswith(_OF_A_PLAN)
         ]
         return (*self.derived_notes, *([f"no run file: {' '.join(relevant)} assumed"] if relevant else ()))
 
     def run(self) -> RunSpec:
-        """The run. Raises BadConfig with every mistake."""
+        """Return the run. Raises BadConfig with every mistake."""
         if self.mistakes:
             raise BadConfig(in_reading_order(self.mistakes, self.shown))
         return from_plain(RunSpec, validate(RunSpec, self.document.data)[0])
 
     def is_sound(self, *keys: str) -> bool:
-        """Whether these dotted keys, the sections around them and the keys below them are without mistakes."""
+        """Return whether there is no mistake at these dotted keys, in the sections around them, and in the keys below them."""
         wrong = {*self.unusable, *(tuple(mistake.key.split(".")) for mistake in self.mistakes)}
         paths = [tuple(key.split(".")) for key in keys]
         return not self.document.partial and not any(
@@ -57,7 +61,10 @@ class RunReading:
         )
 
     def sound_part(self) -> RunSpec | None:
-        """The run with an arbitrary valid value for each unusable one, to check the valid keys; None if that is impossible."""
+        """Return the run with an arbitrary valid value in place of each unusable one, so that the valid keys can be checked.
+
+        None if no such run exists, or if a part of the file could not be read.
+        """
         data = copy.deepcopy(self.document.data)
         for path in sorted(self.unusable, key=len, reverse=True):
             _remove(data, path)
@@ -69,37 +76,44 @@ class RunReading:
         return from_plain(RunSpec, run or validate(RunSpec, data)[0]) if not self.document.partial else None
 
     def refusal(self, error: MeshwrightError, key: str, expected: str) -> Refusal:
-        """`error` as a Refusal at the position of its key, else of the key that begins its message, else of `key`."""
+        """Turn `error` into a Refusal with a position in the file.
+
+        The position is that of `error.key`. If the message begins with a longer key below it, that key counts. An error
+        without a key has the position of `key`. `expected` says what was expected.
+        """
         key = error.key or key
         first = next(iter(str(error).split()), "").rstrip(":")
         if first.startswith(f"{key}.") and self.document.has(tuple(first.split("."))):
             key = first
         path = _path_in(self.document, key)
         position = self.document.value_position(path)
-        if path[:2] == ("data", "mix"):  # the name of a source is a key
+        if path[:2] == ("data", "mix"):  # The name of a source is itself a key.
             position = self.document.key_position(path)
         return Refusal(position.file, position.line, position.column, key, expected, str(error))
 
 
 @dataclass(frozen=True)
 class LocatedValues(Generic[T]):
-    """Values without mistakes of single keys, and the positions of their keys."""
+    """Values in which each single key is valid, and the positions of the keys."""
 
     value: T
+    """The values."""
     document: YamlDocument
+    """The file from which they were read."""
 
     def at_keys(self) -> AbstractContextManager[None]:
-        """A `with` block whose errors are reported at the keys of these values that they name (`errors_at_keys`)."""
+        """A context: errors in its block that name a key of these values are reported at the position of the key (`errors_at_keys`)."""
         return errors_at_keys(self.document, type(self.value))
 
 
 @contextmanager
 def errors_at_keys(document: YamlDocument, cls: type) -> Iterator[None]:
-    """Raise errors of the `with` block that name a key of `cls` as BadConfig, at the position of that key in `document`.
+    """A context: errors in its block that name a key of `cls` become BadConfig at the position of that key in `document`.
 
-    For mistakes between keys, and between keys and a model or a machine, which only later work finds. Of several at one key only
-    the first is reported. Errors that name no key, or one that is neither on the command line nor in a file, stay as they are;
-    beside others the command line is the position of such a key.
+    It is for mistakes that show only in later work: between several keys, or between keys and a model or a machine. If
+    several errors name the same key, only the first is reported. An error that names no key stays as it is. So does a
+    single error whose key is neither in the file nor on the command line; among several errors, such a key has the
+    position "command line".
     """
     try:
         yield
@@ -118,7 +132,7 @@ def errors_at_keys(document: YamlDocument, cls: type) -> Iterator[None]:
 
 
 def _at_key(document: YamlDocument, cls: type, error: MeshwrightError, *, alone: bool) -> MeshwrightError:
-    """An error as BadConfig at the position of the key that it names; the error itself if there is none."""
+    """Turn an error into BadConfig at the position of the key that it names. If that is not possible, return the error itself."""
     key = error.key or ""
     path: KeyPath = tuple(int(step) if step.isdigit() else step for step in key.split("."))
     if isinstance(error, BadConfig) or path[0] not in (*hints_of(cls), *document.data):
@@ -130,7 +144,10 @@ def _at_key(document: YamlDocument, cls: type, error: MeshwrightError, *, alone:
 
 
 def in_reading_order(mistakes: Iterable[Mistake], first: str) -> list[Mistake]:
-    """Each mistake once, in order: the file `first`, other files, the command line, each from the top."""
+    """Return each mistake once, in the order in which a person reads.
+
+    The order is: the file `first`, other files, the command line, each from the top.
+    """
 
     def order(mistake: Mistake) -> tuple[int, str, int, int]:
         rank = {first: 0, COMMAND_LINE: 2}.get(mistake.file, 1)
@@ -140,7 +157,7 @@ def in_reading_order(mistakes: Iterable[Mistake], first: str) -> list[Mistake]:
 
 
 def _path_in(document: YamlDocument, key: str) -> KeyPath:
-    """The path of a dotted key; the name of a data source may contain dots."""
+    """Return the path of a dotted key in `document`. The name of a data source may itself contain dots."""
     if key.startswith("data.mix."):
         return ("data", "mix", key.removeprefix("data.mix."))
     path: KeyPath = tuple(key.split("."))
@@ -161,7 +178,7 @@ def _put(data: Any, path: KeyPath, value: Any) -> None:
 
 
 def _any_value(annotation: Any) -> Any:
-    """An arbitrary valid value of a required key."""
+    """Return an arbitrary valid value of a required key."""
     options = literal_options(annotation)
     if options:
         return options[0]

@@ -1,4 +1,4 @@
-"""Reads a histogram of the lengths of samples, as `meshwright data lengths --json` prints it."""
+"""Reads a histogram of the lengths of samples, which `meshwright data lengths --json` prints."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from meshwright.spec.errors import BadInput
 
 
 class LengthRange(NamedTuple):
-    """Samples of `first` to `last` tokens, both included."""
+    """Samples with `first` to `last` tokens, both included."""
 
     first: int
     last: int
     documents: float
+    """Number of samples. A fraction is allowed, because only proportions matter."""
 
 
 def read_lengths(path: Path, option: str) -> list[LengthRange]:
-    """The ranges of the file that have samples, in its order, the last of them cut at the longest sample.
+    """Return the ranges of the file that contain samples, in the order of the file. `last` is never above the longest sample.
 
-    Raises BadInput, which names `option`, for a file that cannot be read or has no such ranges.
+    Raises BadInput that names `option` if the file cannot be read or has no such ranges.
     """
     try:
         histogram = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,7 @@
-"""Reads recorded loads of experts: a CSV with columns `layer`, `step`, `expert_0` and so on, or a run's `metrics.jsonl`."""
+"""Reads recorded loads of experts: from a CSV with columns `layer`, `step`, `expert_0`, …, or from a run's `metrics.jsonl`.
+
+The load of an expert is the number of tokens that were routed to it.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def read_loads(path: Path, spec: ModelSpec, option: str = "--replay-routing") -> np.ndarray:
-    """Loads `(steps, routed layers, experts)` in the order of the file's steps and layers.
+    """Read recorded loads, `(steps, routed layers, experts)` int, ordered by step and layer.
 
-    `path` may be compressed (`.gz`), or a run's folder. A file with fewer layers than the model has mixtures repeats them. Raises BadInput,
-    which names `option`, for a dense model, and for a file that cannot be read or has no whole loads for each of its steps, layers and
-    experts.
+    `path` is a file, which may be compressed (`.gz`), or the folder of a run. If the file has fewer layers than the
+    model has MoE layers, its layers are repeated. Raises BadInput that names `option` for a dense model, and if the
+    file cannot be read or lacks loads of a step, layer or expert.
     """
-    import numpy as np  # loading a run file needs it for recorded loads only
+    import numpy as np  # Loading a run file needs numpy only if there are recorded loads.
 
     routed = spec.routed_layers
     if not routed:
@@ -47,7 +50,7 @@ def read_loads(path: Path, spec: ModelSpec, option: str = "--replay-routing") ->
 
 
 def _from_metrics(text: str) -> dict[int, list[list[int]]]:
-    """The loads by step. Lines without any are not read; a crash may leave a damaged last one."""
+    """Return the loads by step. Lines without loads are skipped, and so is an incomplete last line, which a crash may leave."""
     lines = (json.loads(line) for line in text.splitlines() if '"expert_loads"' in line and line.endswith("}"))
     return {line["step"]: line["expert_loads"] for line in lines if "expert_loads" in line}
 

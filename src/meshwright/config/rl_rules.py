@@ -1,4 +1,4 @@
-"""Rules of reinforcement learning (`rl`): what it cannot be combined with, and what an exact forward needs."""
+"""Rules of reinforcement learning (`rl`): which settings exclude it, and what an exact forward needs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.rl import RewardSpec, RlSpec
 
 _WHOLE = ("plan.tensor", "plan.context_ring", "plan.context_ulysses", "plan.pipeline")
+"""Axes that divide the model among ranks. An exact forward excludes them."""
 DEFAULTS = {f"rl.{field.name}": field.default for field in fields(RlSpec)}
+"""Default of each key in the section `rl`."""
 REWARD_DEFAULTS = {
     f"rl.reward.{field.name}": field.default for field in fields(RewardSpec) if field.name not in ("file", "model")
 }
+"""Default of each key that only a reward function reads."""
 
 
 def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
-    """Reinforcement learning samples from the model that is trained; `model` has the values of its ModelSpec, None if some are unknown."""
+    """Yield mistakes of the section `rl`, which samples answers from the model that is trained.
+
+    `model` has the values of the run's ModelSpec; None if some are not known.
+    """
     if run("rl") is None:
         return
     yield from _reward(run)
@@ -59,7 +65,7 @@ def rl(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
 
 
 def _reward(run: RunValues) -> Iterator[Mistake]:
-    """Either a function or a model judges; keys of the other have no effect."""
+    """Yield mistakes of `rl.reward`: a function or a model must give the rewards, and only its own keys may be set."""
     file = run("rl.reward.file")
     model = run("rl.reward.model")
     if file is None and model is None:
@@ -73,7 +79,7 @@ def _reward(run: RunValues) -> Iterator[Mistake]:
 
 
 def _without_effect(run: RunValues) -> Iterator[tuple[str, str]]:
-    """Keys of rl that nothing reads beside the others, and why."""
+    """Yield (key, reason) of each key of `rl` that nothing reads because of another key."""
     correction = run("rl.correction")
     if run("rl.policy") == "cispo":
         yield "rl.clip_below", "rl.policy is cispo, which has an upper clip only"
@@ -84,7 +90,11 @@ def _without_effect(run: RunValues) -> Iterator[tuple[str, str]]:
 
 
 def _exact(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]:
-    """The exact forward: dense models, whole on each rank; on CPUs in fp32 and in shapes whose rows are computed alike."""
+    """Yield mistakes of `rl.exact`, which makes the trainer and the engine compute the same probabilities, bit for bit.
+
+    It needs a dense model that is not divided among ranks. On CPUs it needs fp32 and tensor shapes in which each row is
+    computed alike.
+    """
     if run("model.adapter") is not None:
         yield run.mistake("rl.exact", "false, as model.adapter is set: the engine has merged weights", "false")
     if model is not None and (reason := inexact_reason(from_plain(ModelSpec, dict(model)))):
@@ -99,7 +109,10 @@ def _exact(run: RunValues, model: Mapping[str, Any] | None) -> Iterator[Mistake]
 
 
 def _exact_on_gpus(run: RunValues) -> Iterator[Mistake]:
-    """The forward is the inference engine's, and the backward computes each block again (`rl.exact_blocks`)."""
+    """Yield mistakes of `rl.exact` on GPUs.
+
+    The forward is the engine's, and the backward computes each block again (`rl.exact_blocks`).
+    """
     if run("plan.recompute") != "full":
         expected = "full, as rl.exact is true: the backward computes each block again"
         yield run.mistake("plan.recompute", expected, "full", "none")
@@ -108,6 +121,7 @@ def _exact_on_gpus(run: RunValues) -> Iterator[Mistake]:
 
 
 def _exact_on_cpus(run: RunValues) -> Iterator[Mistake]:
+    """Yield mistakes of `rl.exact` on CPUs: compiled blocks, and sizes that are not multiples of the kernels' blocks."""
     if run("plan.compile") is not False:
         yield run.mistake(
             "plan.compile",

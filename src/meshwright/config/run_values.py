@@ -1,4 +1,4 @@
-"""The values of a run file and of the plan file that it names, as the rules between keys read them."""
+"""Gives the rules access to the values of a run file and of the plan file that it names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.spec.run import RunSpec
 
 @dataclass
 class Values:
-    """A file and the paths of its invalid values, which no rule reads."""
+    """The values of one file. No rule reads values at the paths in `unusable`."""
 
     document: YamlDocument
     unusable: set[KeyPath] = field(default_factory=set)
@@ -31,16 +31,18 @@ class Values:
         return path not in self.above_unusable and not any(bad)
 
     def get(self, cls: type, path: KeyPath) -> Any:
-        """The value at `path` of a file of `cls`, where the word `none` is None unless it is one of the choices."""
+        """Return the value at `path` of a file of class `cls`. The word `none` becomes None, unless it is one of the key's choices."""
         value = self.document.get(path)
         return None if value == "none" and "none" not in literal_options(annotation_at(cls, path)) else value
 
 
 class RunValues:
-    """The values of a run file by dotted key, defaults included; None for a key without a usable value.
+    """The values of a run file by dotted key, such as `run("train.steps")`.
 
-    Keys of the section `plan` are those of the plan file where the run names one. There a key that is left out has a default, and in the
-    section it has none: the planner chooses it.
+    Includes defaults. None for a key without a usable value.
+
+    If the run names a plan file, keys of the section `plan` are read from that file, where a key that is left out has a
+    default. In the section of a run file it has none, because the planner will choose it.
     """
 
     def __init__(self, document: YamlDocument, unusable: set[KeyPath], plan_file: Values | None = None) -> None:
@@ -53,7 +55,7 @@ class RunValues:
         return self.at(tuple(key.split(".")))
 
     def at(self, path: KeyPath) -> Any:
-        """The value at `path`."""
+        """Return the value at `path`."""
         if path[0] == "plan" and len(path) > 1 and self.plan_file is not None:
             inside = path[1:]
             if not self.plan_file.usable(inside):
@@ -64,18 +66,18 @@ class RunValues:
         return self._run.get(RunSpec, path) if self._run.has(path) else self._default(path)
 
     def rule_value(self, key: str) -> Any:
-        """The value of a key as the rules of a plan name it: without a dot it is a key of the plan."""
+        """Return the value of a key in the notation of the rules of plans: a key without a dot is one of the section `plan`."""
         if key == "in a plan file":
             return self.plan_file is not None
         return self(key if "." in key else f"plan.{key}")
 
     def given(self, key: str) -> bool:
-        """Whether a file has the key."""
+        """Return whether the file that should contain the key does."""
         values, path = self._of(tuple(key.split(".")))
         return values.has(path)
 
     def _of(self, path: KeyPath) -> tuple[Values, KeyPath]:
-        """The file that has the key at `path`, and its path there."""
+        """Return the file that has the key at `path`, and the path inside that file."""
         in_plan_file = path[0] == "plan" and self.plan_file is not None
         return (self.plan_file, path[1:]) if in_plan_file and self.plan_file else (self._run, path)
 
@@ -89,17 +91,20 @@ class RunValues:
         return None if self.document.partial else _default_of(RunSpec, path)
 
     def mistake(self, key: str, expected: str, near: str | None = None, got: str | None = None) -> Mistake:
-        """A mistake of the value of `key`, in the file that has it; `got` is the value unless it is given."""
+        """Return a mistake at the value of `key`, in the file that contains it.
+
+        `got` describes the value; None shows the value itself.
+        """
         return self.mistake_at(tuple(key.split(".")), expected, near, got)
 
     def mistake_at(self, path: KeyPath, expected: str, near: str | None = None, got: str | None = None) -> Mistake:
-        """As `mistake`, for a path that may go through a list."""
+        """Like `mistake`, for a path that may contain list indices."""
         values, inside = self._of(path)
         return values.document.mistake(inside, expected, format_value(self.at(path)) if got is None else got, near)
 
 
 def _default_of(cls: type, path: KeyPath) -> Any:
-    """The default of the key at `path` of a file of `cls`; None if it has none."""
+    """Return the default of the key at `path` in a file of class `cls`. None if it has none."""
     section = section_of(annotation_at(cls, path[:-1])) if len(path) > 1 else cls
     defaults = {f.name: f.default for f in dataclasses.fields(section)} if section else {}
     value = defaults.get(str(path[-1]), dataclasses.MISSING)

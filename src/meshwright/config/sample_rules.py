@@ -1,4 +1,4 @@
-"""Rules of samples of any length: `data.packing: none` and `train.global_batch_tokens`."""
+"""Rules for samples of any length, that is `data.packing: none` with `train.global_batch_tokens`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.spec.errors import Mistake
 
 
 def samples(run: RunValues) -> Iterator[Mistake]:
-    """Samples of any length have a batch in tokens, and no feature that needs sequences of equal length."""
+    """Yield mistakes of samples of any length: the batch must be given in tokens, and features that need equal lengths are excluded."""
     tokens = run("train.global_batch_tokens")
     longest = run("train.seq_len")
     if run("data.packing") != "none":

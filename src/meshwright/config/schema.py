@@ -1,8 +1,8 @@
-"""The spec dataclasses as pydantic models and as a JSON schema.
+"""Turns the dataclasses of `spec` into pydantic models and a JSON schema.
 
-Types, bounds, defaults and documentation are read from the dataclasses, so nothing is declared twice. The models are
-strict (`"12"` is not an integer, an unknown key is an error), except that an integer is accepted as a number and the
-word `none` as null.
+Types, limits, defaults and documentation are read from the dataclasses, so nothing is declared twice. The models are
+strict: `"12"` is not an integer, and an unknown key is an error. There are two exceptions: an integer is accepted as a
+number, and the word `none` as null.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from meshwright.families.registry import FAMILIES, MODEL_PRESETS
 from meshwright.spec.fields import Bound, Name, describe_type, docs_of, hints_of, to_plain, variant_of, variants
 from meshwright.spec.run import RunSpec
 
-_ANNOTATED: Any = Annotated  # applied to types made at run time, which a type checker cannot follow
+_ANNOTATED: Any = Annotated  # These are applied to types that are made at run time. A type checker cannot follow that.
 _LIST: Any = list
 _DICT: Any = dict
 _LITERAL: Any = Literal
-# Tags of a union's branches, taken out of an error's path again.
+# Tags that tell the members of a union apart. They are removed from the path of an error.
 _SECTION = "|section|"
 _TEXT = "|text|"
 _NUMBER = "|number|"
@@ -36,14 +36,18 @@ _NUMBER = "|number|"
 
 @dataclass(frozen=True)
 class SchemaMistake:
-    """Mismatch between a schema and plain data."""
+    """A place where plain data do not match the schema."""
 
     path: KeyPath
     problem: Literal["unknown", "missing", "value"]
+    """`unknown`: the key does not exist. `missing`: a required key is absent. `value`: the value is invalid."""
 
 
 def validate(cls: type, data: dict[str, Any]) -> tuple[dict[str, Any], list[SchemaMistake]]:
-    """The given keys, coerced for `cls`, and all mismatches; the keys are empty if there is any mismatch."""
+    """Check `data` against `cls`. Returns the given keys, converted to their types, and all mismatches.
+
+    If there is any mismatch, the keys are empty.
+    """
     try:
         return pydantic_model(cls).model_validate(data).model_dump(exclude_unset=True), []
     except ValidationError as error:
@@ -51,12 +55,12 @@ def validate(cls: type, data: dict[str, Any]) -> tuple[dict[str, Any], list[Sche
 
 
 NAMES: dict[str, tuple[str, ...]] = {"family": tuple(FAMILIES)}
-"""The names of each registry that a spec field refers to by `Name`."""
+"""The names in each registry to which a spec field refers with `Name`."""
 
 
 @cache
 def keys_of(cls: type) -> dict[str, Any]:
-    """The annotations of a spec class's fields, where the names of a registry are the choices of a Literal."""
+    """Return the annotations of the fields of a spec class. A field that refers to a registry gets a Literal of its names."""
     return {name: _with_choices(annotation) for name, annotation in hints_of(cls).items()}
 
 
@@ -68,7 +72,7 @@ def _with_choices(annotation: Any) -> Any:
 
 @cache
 def pydantic_model(cls: type) -> type[BaseModel]:
-    """The pydantic model of a spec dataclass."""
+    """Return the pydantic model of a spec dataclass."""
     fields: dict[str, Any] = {
         f.name: (_pydantic_type(keys_of(cls)[f.name]), _default(f)) for f in dataclasses.fields(cls)
     }
@@ -77,7 +81,7 @@ def pydantic_model(cls: type) -> type[BaseModel]:
 
 
 def section_of(annotation: Any) -> type | None:
-    """The spec dataclass an annotation holds, through unions and lists; None when it holds plain values."""
+    """Return the spec dataclass inside an annotation, such as of a list or a union. None if the annotation has plain values only."""
     if _is_section(annotation):
         return annotation
     inner = typing.get_args(annotation) if typing.get_origin(annotation) is not Literal else ()
@@ -85,7 +89,7 @@ def section_of(annotation: Any) -> type | None:
 
 
 def sections_of(annotation: Any) -> tuple[type, ...]:
-    """The spec dataclasses that an annotation holds: several for a union of sections, of which `name` selects one."""
+    """Return the spec dataclasses inside an annotation. A union of sections, of which the key `name` selects one, gives several."""
     several = variants(typing.get_args(annotation))
     first = section_of(annotation)
     if len(several) > 1:
@@ -94,7 +98,10 @@ def sections_of(annotation: Any) -> tuple[type, ...]:
 
 
 def section_at(cls: type, path: KeyPath, data: Any) -> type | None:
-    """The spec dataclass at `path`, where the schema has one; that of `data`, the value there, if it has several."""
+    """Return the spec dataclass of the section at `path`, None if there is none.
+
+    If there are several, `data`, the section's value, selects one.
+    """
     sections = sections_of(annotation_at(cls, path))
     if len(sections) > 1:
         return variant_of(sections, data)
@@ -102,7 +109,7 @@ def section_at(cls: type, path: KeyPath, data: Any) -> type | None:
 
 
 def annotation_at(cls: type, path: KeyPath) -> Any:
-    """The annotation of the field, list item or mapping value at `path`; None where the schema has nothing."""
+    """Return the annotation of the field, list item or mapping value at `path`. None if the schema has nothing there."""
     annotation: Any = cls
     for step in path:
         several = variants(typing.get_args(annotation))
@@ -121,12 +128,12 @@ def annotation_at(cls: type, path: KeyPath) -> Any:
 
 
 def _joined_names(sections: Sequence[type]) -> Any:
-    """The Literal of the names of several sections."""
+    """Return the Literal of the names of several sections."""
     return _LITERAL[tuple(typing.get_args(hints_of(section)["name"])[0] for section in sections)]
 
 
 def all_keys(cls: type, under: KeyPath = ()) -> Iterator[KeyPath]:
-    """The path of every field of `cls` and of its sections, list items left out."""
+    """Yield the path of every key of `cls` and of its sections. Keys inside of lists are left out."""
     for name, annotation in hints_of(cls).items():
         yield (*under, name)
         if typing.get_origin(_container(annotation)) is not tuple:
@@ -135,7 +142,7 @@ def all_keys(cls: type, under: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def expected_text(annotation: Any) -> str:
-    """The values that a field accepts, in words."""
+    """Return the values that a field accepts, in words."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if annotation == hints_of(RunSpec)["plan"]:
@@ -156,22 +163,22 @@ def expected_text(annotation: Any) -> str:
 
 
 def literal_options(annotation: Any) -> tuple[str, ...]:
-    """The words that a field accepts; empty if it is not a choice of words."""
+    """Return the words that a field accepts. Empty if it is not a choice of words."""
     if typing.get_origin(annotation) is Literal:
         return tuple(map(str, typing.get_args(annotation)))
     return tuple(word for part in typing.get_args(annotation) for word in literal_options(part))
 
 
 def accepts(annotation: Any, plain_type: type) -> bool:
-    """Whether a field accepts plain values of `plain_type`."""
+    """Return whether a field accepts plain values of the type `plain_type`."""
     inner = typing.get_args(annotation) if typing.get_origin(annotation) in (Annotated, Union, types.UnionType) else ()
     return annotation is plain_type or any(accepts(part, plain_type) for part in inner)
 
 
 def json_schema(cls: type = RunSpec) -> dict[str, Any]:
-    """JSON schema (2020-12), for editors, of a run file or of the file that asks for a deployment.
+    """Return the JSON schema (2020-12) of a run file, or of the file that asks for a deployment, for use in editors.
 
-    No key is required: `extends` or an override may give it.
+    No key is required in the schema, because `extends` or an override may give it.
     """
     schema = pydantic_model(cls).model_json_schema()
     definitions = schema.pop("$defs")
@@ -200,11 +207,11 @@ _SHORTHANDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("ObserveSpec", "wandb", {"type": "string"}),
     ("ServeTarget", "quantisation", {"enum": ["fp8", "int8", "none"]}),
 )
-"""Shorthands of single keys: the section, the key, and the schema of its shorthand."""
+"""Shorthands of single keys: the section, the key, and the schema of the shorthand."""
 
 
 def _sections(cls: type) -> list[type]:
-    """The spec dataclasses below `cls`, each once."""
+    """Return the spec dataclasses of all sections of `cls` and of their sections, each once."""
     sections: dict[type, None] = {}
     for annotation in hints_of(cls).values():
         for section in sections_of(annotation):
@@ -213,7 +220,7 @@ def _sections(cls: type) -> list[type]:
 
 
 def _allow_streams_in_mix(definitions: dict[str, Any]) -> None:
-    """Allows a section of `data.streams`, with a weight, in place of a weight in `data.mix`."""
+    """Allow a section of `data.streams` with a weight wherever `data.mix` expects a weight."""
     mix = definitions["DataSpec"]["properties"]["mix"]
     stream = definitions["StreamSpec"]
     weight = dict(mix["additionalProperties"])
@@ -222,7 +229,7 @@ def _allow_streams_in_mix(definitions: dict[str, Any]) -> None:
 
 
 def _allow(prop: dict[str, Any], shorthand: dict[str, Any]) -> None:
-    """Adds a shorthand as an alternative to the section or mapping that `prop` describes."""
+    """Allow a shorthand as an alternative to the section or mapping that `prop` describes."""
     annotations = {key: prop.pop(key) for key in ("description", "default", "title") if key in prop}
     section = dict(prop)
     prop.clear()
@@ -230,6 +237,7 @@ def _allow(prop: dict[str, Any], shorthand: dict[str, Any]) -> None:
 
 
 def _pydantic_type(annotation: Any) -> Any:
+    """Return the type that pydantic receives for the annotation of a spec field."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is Annotated:
@@ -247,7 +255,7 @@ def _pydantic_type(annotation: Any) -> Any:
 
 
 def _pydantic_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
-    """The type of `X | None`, or of a section or number as an alternative to text."""
+    """Return the type of `X | None`, of a union of sections, or of a section or number as an alternative to text."""
     options = [part for part in arguments if part is not type(None)]
     if len(variants(options)) > 1:
         branches = [_ANNOTATED[pydantic_model(part), Tag(f"|{part.__name__}|")] for part in options]
@@ -263,12 +271,14 @@ def _pydantic_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _branch_of_value(value: Any) -> str:
+    """Return the tag of a union's member for a value: section, number or text."""
     if isinstance(value, (dict, BaseModel)):
         return _SECTION
     return _NUMBER if isinstance(value, (int, float)) else _TEXT
 
 
 def _variant_tag(sections: Sequence[type], value: Any) -> str:
+    """Return the tag of the section that a value selects by its key `name`."""
     return f"|{variant_of(sections, value.model_dump() if isinstance(value, BaseModel) else value).__name__}|"
 
 
@@ -292,13 +302,14 @@ def _limits(bound: Bound) -> Any:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of a spec field as plain data. `...` if the field is required."""
     if field.default is not dataclasses.MISSING:
         return to_plain(field.default)
     if field.default_factory is dataclasses.MISSING:
         return ...
     try:
         return to_plain(field.default_factory())
-    except TypeError:  # a section with required keys
+    except TypeError:  # The section has required keys.
         return ...
 
 
@@ -307,7 +318,7 @@ def _is_section(annotation: Any) -> TypeGuard[type]:
 
 
 def _container(annotation: Any) -> Any:
-    """The part of an annotation that can hold keys or items, without bounds, None and plain text."""
+    """Return the part of an annotation that has keys or items. Limits, None and plain text are left out."""
     if typing.get_origin(annotation) is Annotated:
         return _container(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""Loads settings of the HTTP server or the router from a file and the command line, or reports every mistake."""
+"""Loads the settings of the HTTP server or the router from a file and the command line, or reports every mistake."""
 
 from __future__ import annotations
 
@@ -26,10 +26,17 @@ def load_settings(
     planned: Mapping[str, PlannedSetting] | None = None,
     check: Callable[[Mapping[str, Any]], Any] = lambda values: None,
 ) -> LocatedValues[T]:
-    """The settings in the file at `path`; `options` of the command line replace those of a plan, these the file's own.
+    """Load settings from the file at `path`.
 
-    Settings of the plan that are no keys of `settings` are in the result's document only. `check` gets all values that are given,
-    and raises errors with keys. Raises BadConfig with every mistake of single keys, or with those between keys and of `check`.
+    - `settings`: the class of the settings.
+    - `options`: settings from the command line. They replace those of `planned`, and those replace the settings of the
+      file.
+    - `planned`: settings from a deployment file. Those that are no fields of `settings` appear only in the document of
+      the result.
+    - `check`: receives all given values, and raises errors with keys for mistakes between them.
+
+    Raises BadConfig with every mistake in single keys. If there is none, it raises BadConfig with the mistakes between
+    keys.
     """
     document = YamlDocument({}, Position(COMMAND_LINE)) if path is None else read_yaml(path)
     refuse_question(document, "settings of a server or router; `meshwright plan` and `bench-serve` read this file")

@@ -19,23 +19,24 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.sweep import SweepSpec
 
 LONGEST_NAME = 100
-"""Characters of a run's name; a longer one gets a digest of its values."""
+"""Maximum number of characters of a run's name. A longer name is cut and gets a digest of the run's values."""
 
 
 @dataclass(frozen=True)
 class SweptRun:
-    """A run of a sweep: its name and the values of the keys in which runs differ."""
+    """One run of a sweep."""
 
     name: str
     values: dict[str, Any]
+    """The values of the keys in which runs of the sweep differ, by dotted key."""
 
     def overrides(self, spec: SweepSpec) -> list[str]:
-        """`KEY=VALUE` for the command line of `train`, those that all runs have first."""
+        """Return the arguments `KEY=VALUE` for `meshwright train`. Those that all runs share come first."""
         return [f"{key}={json.dumps(value)}" for key, value in {**spec.set, **self.values}.items()]
 
 
 def load_sweep(path: Path) -> SweepSpec:
-    """The sweep in a file. Raises BadConfig with every mistake, and BadInput for one without runs."""
+    """Load the sweep in a file. Raises BadConfig with every mistake, and BadInput if the sweep has no runs."""
     document = read_yaml(path)
     if isinstance(document.data, dict):
         document.data.setdefault("name", path.stem)
@@ -56,9 +57,12 @@ def load_sweep(path: Path) -> SweepSpec:
 
 
 def swept_runs(spec: SweepSpec) -> list[SweptRun]:
-    """The runs of a sweep in the order of the file: for each entry of `list` all combinations of `grid`, the last key fastest.
+    """Return the runs of a sweep.
 
-    A run's name follows from its values, so that it is the same when values are added. Raises BadInput for two equal runs.
+    Each entry of `list` is combined with all combinations of `grid`, in which the last key changes fastest.
+
+    The name of a run follows from its values alone, so it stays the same if values are added to the sweep. Raises
+    BadInput if two runs are equal.
     """
     grids = [dict(zip(spec.grid, choices, strict=True)) for choices in itertools.product(*spec.grid.values())]
     combined = [{**entry, **grid} for entry in spec.list or ({},) for grid in grids]
@@ -71,7 +75,7 @@ def swept_runs(spec: SweepSpec) -> list[SweptRun]:
 
 
 def _name(values: dict[str, Any], keys: list[str]) -> str:
-    """`learning_rate-0.001_seed-1`; a key is whole if another one ends alike."""
+    """Return the name of a run, such as `learning_rate-0.001_seed-1`. A key is written in full if another key has the same last name."""
     parts = []
     for key, value in values.items():
         last = key.rpartition(".")[2]
@@ -85,11 +89,11 @@ def _name(values: dict[str, Any], keys: list[str]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """The value as part of a folder's name."""
+    """Return a value as a part of a folder's name."""
     return re.sub(r"[^A-Za-z0-9.-]+", "-", str(value)).strip("-.") or "none"
 
 
 def describe(runs: list[SweptRun]) -> Iterator[str]:
-    """A line for each run: its name, and its values as a run file has them."""
+    """Yield one line for each run: its name, and its values in the notation of a run file."""
     for run in runs:
         yield f"{run.name}: {' '.join(f'{key}={json.dumps(value)}' for key, value in run.values.items())}"

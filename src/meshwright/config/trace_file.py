@@ -1,4 +1,4 @@
-"""Reads the requests of a serving workload from a CSV file, or makes those of a workload without one."""
+"""Reads the requests of a serving workload from a CSV file, or makes them if the workload has no file."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ from meshwright.spec.errors import BadConfig, Mistake, nearest, nearest_file
 from meshwright.spec.fields import LARGEST_COUNT
 
 REQUIRED = ("arrival_seconds", "input_tokens", "output_tokens")
+"""Columns that a trace must have."""
 PREFIXES = "prefix_blocks_of_512"
+"""Optional column: the ids of the prompt's blocks of 512 tokens. Requests with the same ids begin with the same tokens."""
 MOST_BYTES = 256 << 20
-"""Largest trace, uncompressed."""
+"""Maximum number of bytes of a trace, uncompressed."""
 SYNTHETIC_REQUESTS = 3000
-"""Requests of a workload without a trace."""
+"""Number of requests of a workload without a trace."""
 
 
 def workload_requests(workload: Workload, seed: int = 0) -> tuple[TimedRequest, ...]:
-    """The requests of a workload, by time of arrival. Raises BadConfig for a trace with mistakes."""
+    """Return the requests of a workload, ordered by time of arrival. Raises BadConfig if its trace has a mistake."""
     return read_trace(Path(workload.trace)) if workload.trace is not None else _equal_requests(workload, seed)
 
 
 def read_trace(path: Path, shown: str | None = None) -> tuple[TimedRequest, ...]:
-    """The requests in a CSV file, which may be compressed (`.gz`); the first arrives at 0 seconds.
+    """Read the requests in a CSV file, which may be compressed (`.gz`).
 
-    Raises BadConfig, with the file's name as `shown`, for the first line that has a mistake.
+    Times are shifted so that the first request arrives at 0 s.
+
+    Raises BadConfig for the first line that has a mistake. Messages name the file as `shown`.
     """
     reader = _TraceReader(shown or str(path))
     text = reader.text(path)
@@ -46,11 +50,13 @@ def read_trace(path: Path, shown: str | None = None) -> tuple[TimedRequest, ...]
 
 
 class _TraceReader:
+    """Reads a trace, and raises the first mistake with its position. `shown` is the name of the file in messages."""
+
     def __init__(self, shown: str) -> None:
         self._shown = shown
 
     def text(self, path: Path) -> str:
-        """The content of the file, decompressed."""
+        """Return the content of the file, decompressed."""
         expected = f"a CSV file of at most {MOST_BYTES >> 20} MiB with columns {', '.join(REQUIRED)}"
         try:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
@@ -58,7 +64,8 @@ class _TraceReader:
             if len(raw) > MOST_BYTES:
                 raise self.mistake(None, None, "trace", expected, "a larger one")
             return raw.decode("utf-8-sig")
-        except (OSError, EOFError, ValueError) as error:  # gzip raises EOFError, text UnicodeDecodeError
+        # gzip raises EOFError, and decoding raises UnicodeDecodeError, a ValueError.
+        except (OSError, EOFError, ValueError) as error:
             close = None
             if not path.exists():
                 close = nearest_file(path.name, [near.name for near in path.parent.glob("*.csv*")])
@@ -68,10 +75,11 @@ class _TraceReader:
     def mistake(
         self, line: int | None, column: int | None, key: str, expected: str, got: str, close: str | None = None
     ) -> BadConfig:
+        """Return a BadConfig with one mistake. `line` and `column` count from 1."""
         return BadConfig([Mistake(self._shown, line, column, key, expected, got, close)])
 
     def requests(self, lines: Iterator[list[str]]) -> Iterator[TimedRequest]:
-        """The requests of the file's lines, in order."""
+        """Yield the requests of the file's lines, in order."""
         columns = self._columns(next(lines, []))
         before = -math.inf
         for number, cells in enumerate(lines, 2):
@@ -88,6 +96,7 @@ class _TraceReader:
             before = arrival
 
     def _columns(self, header: list[str]) -> list[str]:
+        """Return the names of the columns in the first line. Raises BadConfig for an unknown, repeated or missing column."""
         names = [name.strip() for name in header]
         expected = f"the columns {','.join(REQUIRED)}[,{PREFIXES}]"
         for index, name in enumerate(names):
@@ -100,6 +109,7 @@ class _TraceReader:
         return names
 
     def _seconds(self, text: str, before: float, line: int, column: int) -> float:
+        """Return the arrival time in a cell. Raises BadConfig if it is no number, or is less than `before`, the arrival before it."""
         try:
             value = float(text)
         except ValueError:
@@ -112,12 +122,17 @@ class _TraceReader:
         return value
 
     def _count(self, text: str, name: str, line: int, column: int) -> int:
+        """Return the number of tokens in a cell. Raises BadConfig if it is no positive integer."""
         digits = text.strip()
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 10 and 1 <= int(digits) <= LARGEST_COUNT):
             raise self.mistake(line, column, name, "an integer (≥ 1)", f"'{text[:60]}'")
         return int(digits)
 
     def _blocks(self, text: str, tokens: int, line: int, column: int) -> tuple[int, ...]:
+        """Return the ids of a prompt's blocks in a cell.
+
+        Raises BadConfig if there are more ids than the prompt's `tokens` have blocks.
+        """
         ids = text.split()
         most = -(-tokens // PREFIX_BLOCK)
         if any(not (each.isascii() and each.isdigit() and len(each) <= 18) for each in ids) or len(ids) > most:
@@ -127,7 +142,10 @@ class _TraceReader:
 
 
 def _equal_requests(workload: Workload, seed: int) -> tuple[TimedRequest, ...]:
-    """Requests of one size with Poisson arrivals; the whole blocks of the shared prefix have the same ids."""
+    """Make requests of equal size with Poisson arrivals.
+
+    The shared prefix has the same block ids in all of them; a partial block counts as not shared.
+    """
     draw = random.Random(seed)
     time = 0.0
     tokens = workload.input_tokens or 1

@@ -1,8 +1,9 @@
-"""The sources of a run's values, in fixed order: the file that `extends` names, the run file, the command line.
+"""Merges the sources of a run's values in a fixed order: the file that `extends` names, the run file, the command line.
 
-Every source is read with the positions of its tokens, its shorthands are expanded (`model: NAME`, `data.mix: DIR`,
-`cluster: auto | NAME | FILE`), and a later source is merged over the earlier ones. Descriptions (`extends`, `cluster`,
-`plan`, `cluster.profile`) are relative to the file that names them; data and weights to the current directory.
+Each source is read with the positions of its tokens. Its shorthands are expanded (`model: NAME`, `data.mix: DIR`,
+`cluster: auto | NAME | FILE`), and it is merged over the earlier sources. The paths of `extends`, `cluster`, `plan` and
+`cluster.profile` are relative to the file that contains them. The paths of data and weights are relative to the current
+directory.
 """
 
 from __future__ import annotations
@@ -25,27 +26,33 @@ from meshwright.config.yaml_positions import (
 from meshwright.spec.errors import nearest_file
 
 COMMAND_LINE = "command line"
+"""Name of the command line in messages."""
 QUICKSTART = Path(__file__).with_name("defaults") / "quickstart.yaml"
+"""The built-in run file of the quick start."""
 EMBEDDED = "quickstart.yaml (embedded)"
+"""Name of that file in messages."""
 UNNAMED = "unnamed"
-"""Name of a run without a file and without a model's name."""
+"""Name of a run that has neither a file nor a named model."""
 Detect = Callable[[], dict[str, Any]]
+"""Returns the ClusterSpec keys of this machine."""
 _SECTIONS = ("model", "data", "train", "cluster", "plan", "checkpoint", "observe", "supervision")
+"""Sections that may be written without a value, which means an empty section."""
 _BESIDE_DIMENSIONS = ("adapter",)
-"""Keys of the model that another preset does not replace."""
+"""Keys of the model that stay if a later source names another preset."""
 
 
 def shown_name(path: Path | None) -> str:
-    """The name of a run's file in messages."""
+    """Return the name of a run's file in messages."""
     return EMBEDDED if path in (None, QUICKSTART) else str(path)
 
 
 def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> YamlDocument:
-    """The merged sources of the run whose file is at `path`; see `merge` for the rules.
+    """Merge the sources of the run whose file is at `path`, with the rules of `merge`.
 
-    Without a path the overrides are applied to the quick start's run without its cluster, and without its model if an
-    override sets any key of the model: `model.family=gpt2` must not train a model with the dimensions of another. The run then
-    has the name of its model's preset, or `UNNAMED`: the folder of the quick start belongs to that alone.
+    Without a path, the overrides are applied to the run of the quick start, without its cluster. If an override sets a
+    key of the model, the quick start's model is dropped too: `model.family=gpt2` must not train a model with the
+    dimensions of another family. Such a run is named after the preset of its model, otherwise `UNNAMED`, so that it
+    does not use the folder of the quick start.
     """
     document = _with_base(path or QUICKSTART, shown_name(path), (), detect)
     if path is None:
@@ -54,7 +61,7 @@ def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> YamlD
             _drop(document, "model")
             document.put(("model",), {}, Position(COMMAND_LINE))
         document.put(("name",), UNNAMED, document.value_position(("name",)))
-    # Another name replaces the section, so it must not follow other keys of the section.
+    # Another optimizer's name replaces the whole section, so it must be applied before other keys of the section.
     for text in sorted(overrides, key=lambda text: text.removeprefix("--").partition("=")[0] != "train.optimizer.name"):
         document = _overridden(document, text, detect)
     if path is None and document.data.get("name") == UNNAMED and document.get(("model", "preset")) in MODEL_PRESETS:
@@ -63,7 +70,7 @@ def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> YamlD
 
 
 def _drop(document: YamlDocument, section: str) -> None:
-    """Removes a section from `document`, with the positions of its keys."""
+    """Remove a section from `document`, with the positions of its keys."""
     del document.data[section]
     for positions in (document.keys, document.values):
         for path in [path for path in positions if path[:1] == (section,)]:
@@ -71,10 +78,13 @@ def _drop(document: YamlDocument, section: str) -> None:
 
 
 def merge(base: YamlDocument, over: YamlDocument) -> YamlDocument:
-    """`over` merged over `base`: sections key by key; lists, `data.mix` and values of another type as a whole.
+    """Merge `over` over `base`.
 
-    A later source that names another preset, optimizer or trace replaces the whole section of the model, optimizer or
-    workload; adapters of the model stay. Streams of a `data.mix` that is replaced are dropped with it.
+    Sections are merged key by key. Lists, `data.mix` and values of different types are replaced.
+
+    A source that names another preset, optimizer or trace replaces the whole section `model` (but for adapters),
+    `train.optimizer` or `serve.workload`. If `data.mix` is replaced, the streams that only the replaced mix names are
+    dropped.
     """
     return YamlDocument(
         merged(base.data, over.data),
@@ -88,7 +98,7 @@ def merge(base: YamlDocument, over: YamlDocument) -> YamlDocument:
 
 
 def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
-    """The merge of plain data."""
+    """Return the merge of plain data, by the rules of `merge`. `path` is the path of the data in the file."""
     if not isinstance(base, dict) or not isinstance(over, dict) or path == ("data", "mix"):
         return over
     if path == ("model",) and over.get("preset") not in (None, base.get("preset")):
@@ -103,7 +113,7 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
 
 
 def _without_dropped_streams(data: dict[str, Any], mix: dict[str, Any]) -> dict[str, Any]:
-    """The section `data` without the streams that its own mix names and the new `mix` does not."""
+    """Return the section `data` without the streams that its own mix names but the new `mix` does not."""
     streams = data.get("streams")
     earlier = data.get("mix")
     if not isinstance(streams, dict) or not isinstance(earlier, dict):
@@ -113,7 +123,10 @@ def _without_dropped_streams(data: dict[str, Any], mix: dict[str, Any]) -> dict[
 
 
 def _with_base(path: Path, shown: str, extended_by: tuple[Path, ...], detect: Detect) -> YamlDocument:
-    """The file at `path`, merged over the file or preset that it extends."""
+    """Read the file at `path` and merge it over the file or preset that it extends.
+
+    `extended_by` has the files that led here through `extends`, to detect a cycle.
+    """
     document = read_yaml(path, shown)
     if document.has(("global_batch",)) and document.has(("micro_batch",)):
         beside = f"a run file; a plan is given beside one, as plan={shown}"
@@ -145,7 +158,7 @@ def _with_base(path: Path, shown: str, extended_by: tuple[Path, ...], detect: De
 
 
 def _overridden(document: YamlDocument, text: str, detect: Detect) -> YamlDocument:
-    """`document` with one `KEY=VALUE` of the command line applied."""
+    """Apply one argument `KEY=VALUE` of the command line to `document`."""
     position = Position(COMMAND_LINE)
     key, equals, written = text.removeprefix("--").partition("=")
     value = parse_yaml(written, COMMAND_LINE)
@@ -171,7 +184,10 @@ def _overridden(document: YamlDocument, text: str, detect: Detect) -> YamlDocume
 
 
 def _changed(document: YamlDocument, steps: list[str]) -> KeyPath:
-    """The path that an override sets, with list indices as numbers; it ends where there is no section to descend into."""
+    """Return the path that an override sets.
+
+    Steps into a list become numbers. The path ends where there is no section or list to step into.
+    """
     path: KeyPath = ()
     for step in steps:
         around = document.get(path)
@@ -182,6 +198,8 @@ def _changed(document: YamlDocument, steps: list[str]) -> KeyPath:
 
 
 class _CannotOverride(Exception):
+    """An override cannot be applied. Has what was expected and what was found."""
+
     def __init__(self, expected: str, got: str) -> None:
         super().__init__(expected, got)
         self.expected = expected
@@ -189,7 +207,7 @@ class _CannotOverride(Exception):
 
 
 def _nested(current: Any, steps: list[str], value: Any, path: KeyPath) -> Any:
-    """The data that sets `value` at `steps` when it is merged over `current`."""
+    """Return the data that, merged over `current`, sets `value` at the path `steps`. `path` is the path of `current`."""
     if not steps:
         return value
     step = steps[0]
@@ -208,7 +226,7 @@ def _nested(current: Any, steps: list[str], value: Any, path: KeyPath) -> Any:
 
 
 def _expand(document: YamlDocument, folder: Path, detect: Detect) -> None:
-    """Replaces the shorthands of one source by their sections, and `~` by the home directory."""
+    """Replace the shorthands of one source by their sections, and `~` by the home directory. Relative paths start in `folder`."""
     data = document.data
     for section in _SECTIONS:
         if section in data and data[section] is None:
@@ -228,6 +246,7 @@ def _expand(document: YamlDocument, folder: Path, detect: Detect) -> None:
 
 
 def _expand_cluster(document: YamlDocument, folder: Path, detect: Detect) -> None:
+    """Replace `cluster: auto`, a built-in cluster or a cluster file by its section."""
     cluster = document.get(("cluster",))
     position = document.value_position(("cluster",))
     if not isinstance(cluster, str):
@@ -247,13 +266,14 @@ def _expand_cluster(document: YamlDocument, folder: Path, detect: Detect) -> Non
 
 
 def _expand_profile(document: YamlDocument, folder: Path) -> None:
-    """Makes the path of a profile absolute; it is relative to the file that names it, the run's or the cluster's."""
+    """Make the path of a profile absolute. It is relative to the file that names it: the run file or the cluster file."""
     profile_name = document.get(("cluster", "profile"))
     if isinstance(profile_name, str) and profile_name != "none":
         document.data["cluster"]["profile"] = os.path.abspath(folder / os.path.expanduser(profile_name))
 
 
 def _expand_plan(document: YamlDocument, folder: Path) -> None:
+    """Make the path of a plan file absolute. Rejects a file that does not exist."""
     plan_value = document.get(("plan",))
     if not isinstance(plan_value, str) or plan_value == "auto":
         return
@@ -266,11 +286,11 @@ def _expand_plan(document: YamlDocument, folder: Path) -> None:
 
 
 VALIDATION = "validation"
-"""Name in `data.streams` of the files of `data.validation`."""
+"""Name in `data.streams` of the files that `data.validation` gives."""
 
 
 def _expand_streams(document: YamlDocument) -> None:
-    """Moves the sources of `data.mix` that are sections to `data.streams`; their weights stay."""
+    """Move sources that are sections from `data.mix` and `data.validation` to `data.streams`. Their weights stay in the mix."""
     mix = document.get(("data", "mix"))
     validation = document.get(("data", "validation"))
     if isinstance(validation, dict):
@@ -288,7 +308,7 @@ def _expand_streams(document: YamlDocument) -> None:
 
 
 def _move_stream(document: YamlDocument, path: KeyPath, name: str, stream: dict[str, Any]) -> None:
-    """Puts the section of a source, which is at `path`, below `data.streams`, with its positions."""
+    """Move the section of a source from `path` to `data.streams`, with the positions of its keys."""
     if isinstance(stream.get("files"), str):
         stream = {**stream, "files": os.path.expanduser(stream["files"])}
     streams = document.data["data"].get("streams")
@@ -299,6 +319,7 @@ def _move_stream(document: YamlDocument, path: KeyPath, name: str, stream: dict[
 
 
 def _expand_home(document: YamlDocument) -> None:
+    """Replace `~` in the paths of data, of the tokenizer and of weights."""
     mix = document.get(("data", "mix"))
     if isinstance(mix, dict) and any(name.startswith("~") for name in mix):
         positions = {name: document.value_position(("data", "mix", name)) for name in mix}

@@ -1,8 +1,8 @@
-"""YAML to plain data, with the file, line and column of every key and value.
+"""Parses YAML to plain data, and records the file, line and column of every key and value.
 
-Scalars follow YAML 1.2's core schema (`3e-4` is a number; `no`, `on` and `12:30:45` are text; `010` is ten), and
-`1_000` is an integer. No tag constructs an object, and anchors expand to a bounded size. Every error becomes a
-`Mistake`.
+Scalars follow the core schema of YAML 1.2: `3e-4` is a number; `no`, `on` and `12:30:45` are text; `010` is ten. In
+addition, `1_000` is an integer. No tag constructs an object, and anchors can expand only to a limited size. Every error
+becomes a `Mistake`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,23 @@ from yaml.serializer import Serializer
 from meshwright.spec.errors import Mistake, nearest_file
 
 KeyPath = tuple[str | int, ...]
+"""The path of a key: names of sections and indices in lists, from the top of the file."""
 MAX_BYTES = 512 << 10
+"""Maximum size of a file in bytes."""
 MAX_DEPTH = 32
+"""Maximum depth of nesting."""
 MAX_VALUES = 5_000
-"""Limits that keep parsing in Python at about a second; a run file needs a hundredth of them."""
+"""Maximum number of values in a file.
+
+With these three limits, parsing in Python takes at most about a second. A run file needs a hundredth of that.
+"""
 _CORE = "tag:yaml.org,2002:"
+"""Beginning of the tags of the core schema."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a token; `line` and `column` count from 1 and are None on the command line."""
+    """The position of a token. `line` and `column` count from 1; they are None for the command line."""
 
     file: str
     line: int | None = None
@@ -46,22 +53,24 @@ class Position:
 
 @dataclass
 class YamlDocument:
-    """Plain data, the position of each key and value, and the mistakes of reading it.
-
-    `partial` means that a part could not be read, so a key absent here may be in the file. `rejected` holds the paths
-    of mistakes reported with `reject`; later checks skip them.
-    """
+    """Plain data, the position of each key and value, and the mistakes found while reading."""
 
     data: Any
+    """The value of the whole file, normally a mapping."""
     top: Position
+    """Position of the whole value."""
     keys: dict[KeyPath, Position] = field(default_factory=dict)
+    """Position of each key, by its path."""
     values: dict[KeyPath, Position] = field(default_factory=dict)
+    """Position of each value, by its path."""
     mistakes: list[Mistake] = field(default_factory=list)
     partial: bool = False
+    """Whether a part could not be read. A key that is absent here may then be in the file."""
     rejected: set[KeyPath] = field(default_factory=set)
+    """Paths of the mistakes that were reported with `reject`. Later checks skip them."""
 
     def get(self, path: KeyPath) -> Any:
-        """The value at `path`, or None."""
+        """Return the value at `path`; None if there is none."""
         value: Any = self.data
         for step in path:
             if isinstance(value, dict):
@@ -71,20 +80,26 @@ class YamlDocument:
         return value
 
     def has(self, path: KeyPath) -> bool:
-        """Whether the file has a value at `path`."""
+        """Return whether the file has a value at `path`."""
         parent = self.get(path[:-1]) if path else None
         if isinstance(parent, list):
             return isinstance(path[-1], int) and path[-1] < len(parent)
         return not path or (isinstance(parent, dict) and path[-1] in parent)
 
     def value_position(self, path: KeyPath) -> Position:
-        """Position of the value at `path`, or of the key of the closest section around it."""
+        """Return the position of the value at `path`.
+
+        If it is absent, return the position of the key of the innermost section that exists.
+        """
         if path in self.values and self.has(path):
             return self.values[path]
         return self.key_position(path)
 
     def key_position(self, path: KeyPath) -> Position:
-        """Position of the last key of `path`, or of the key of the closest section around it."""
+        """Return the position of the last key of `path`.
+
+        If it is absent, return the position of the key of the innermost section that exists.
+        """
         while path:
             if path in self.keys and self.has(path):
                 return self.keys[path]
@@ -92,33 +107,35 @@ class YamlDocument:
         return self.top
 
     def complain(self, position: Position, key: str, expected: str, got: str, nearest: str | None = None) -> None:
+        """Add a mistake at `position`."""
         self.mistakes.append(Mistake(position.file, position.line, position.column, key, expected, got, nearest))
 
     def mistake(self, path: KeyPath, expected: str, got: str, nearest: str | None = None) -> Mistake:
-        """A Mistake of the value at `path`, at its position."""
+        """Make a Mistake of the value at `path`, with its position. It is not added to `mistakes`."""
         position = self.value_position(path)
         return Mistake(position.file, position.line, position.column, ".".join(map(str, path)), expected, got, nearest)
 
     def reject(self, path: KeyPath, expected: str, got: str | None = None, nearest: str | None = None) -> None:
-        """Reports a mistake of the value at `path` and marks it as rejected."""
+        """Report a mistake of the value at `path`, and mark the path as rejected."""
         shown = format_value(self.get(path)) if got is None else got
         self.complain(self.value_position(path), dotted(path), expected, shown, nearest)
         self.rejected.add(path)
 
     def put(self, path: KeyPath, value: Any, position: Position) -> None:
-        """Sets a value that is derived from the token at `position`."""
+        """Set the value at `path`. It gets the position of the token from which it is derived."""
         section = self.get(path[:-1])
         section[path[-1]] = value
         self.mark(path, value, position)
 
     def mark(self, path: KeyPath, value: Any, position: Position) -> None:
+        """Give the key and value at `path`, and everything below it, this position."""
         self.keys[path] = self.values[path] = position
         items = enumerate(value) if isinstance(value, list) else ()
         for step, inner in value.items() if isinstance(value, dict) else items:
             self.mark((*path, step), inner, position)
 
     def graft(self, name: str, section: YamlDocument) -> None:
-        """Inserts another document below the key `name`."""
+        """Insert another document under the top-level key `name`, with its positions and mistakes."""
         self.data[name] = section.data
         for path, position in section.keys.items():
             self.keys[name, *path] = position
@@ -130,7 +147,7 @@ class YamlDocument:
 
 
 def read_yaml(path: Path, shown: str | None = None) -> YamlDocument:
-    """The mapping in the file at `path`; `shown` is the file's name in mistakes. Does not raise: see `mistakes`."""
+    """Read the mapping in the file at `path`. `shown` is the name of the file in mistakes. Does not raise: errors are in `mistakes`."""
     file = shown or str(path)
     try:
         with path.open("rb") as stream:
@@ -156,7 +173,7 @@ def read_yaml(path: Path, shown: str | None = None) -> YamlDocument:
 
 
 def parse_yaml(text: str, file: str) -> YamlDocument:
-    """The value of a YAML text; an empty text is an empty mapping."""
+    """Parse a YAML text. An empty text gives an empty mapping."""
     try:
         node = _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
@@ -177,7 +194,7 @@ def parse_yaml(text: str, file: str) -> YamlDocument:
 
 
 def dump_yaml(data: Any) -> str:
-    """Block-style YAML that `parse_yaml` reads back to equal data; keys keep their order."""
+    """Write data as YAML in block style. `parse_yaml` reads it back to equal data. Keys keep their order."""
     stream = StringIO()
     dumper = _Dumper(stream)
     dumper.open()
@@ -187,7 +204,7 @@ def dump_yaml(data: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value as messages show it: scalars as YAML, text in quotes, the type alone for anything larger."""
+    """Return a value as messages show it: numbers as in YAML, text in quotes, and only the type of a list or section."""
     if isinstance(value, dict):
         return "a section" if value else "an empty section"
     if isinstance(value, list):
@@ -200,7 +217,7 @@ def format_value(value: Any) -> str:
 
 
 class _Resolver(BaseResolver):
-    """YAML 1.2's core schema, with `_` allowed between the digits of a decimal number."""
+    """The core schema of YAML 1.2. In addition, `_` may separate the digits of a decimal number."""
 
     yaml_implicit_resolvers = {
         None: [
@@ -221,6 +238,8 @@ class _Resolver(BaseResolver):
 
 
 class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
+    """Parses one YAML text to nodes. Raises an error if it is nested too deeply or has too many values."""
+
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
         Scanner.__init__(self)
@@ -232,7 +251,7 @@ class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
         self.depth += 1
         self.nodes += 1
         problem = f"more than {MAX_DEPTH} levels of nesting" if self.depth > MAX_DEPTH else ""
-        if self.nodes > 2 * MAX_VALUES:  # each may have a key
+        if self.nodes > 2 * MAX_VALUES:  # Each value may have a key, which is a node too.
             problem = f"more than {MAX_VALUES} values"
         if problem:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
@@ -242,6 +261,8 @@ class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
 
 
 class _Dumper(Emitter, Serializer, SafeRepresenter, _Resolver):
+    """Writes plain data as YAML."""
+
     def __init__(self, stream: StringIO) -> None:
         Emitter.__init__(self, stream, allow_unicode=True, width=120)
         Serializer.__init__(self)
@@ -252,9 +273,12 @@ class _Dumper(Emitter, Serializer, SafeRepresenter, _Resolver):
         return True
 
     def choose_scalar_style(self) -> str:
-        """Selects double quotes for unprintable text: in single quotes PyYAML loses line separators such as NEL.
+        """Select double quotes for text that cannot be printed.
 
-        Text that readers of YAML 1.1, such as Kubernetes, take for another type gets quotes too: `on`, `0777`, `12:30`.
+        In single quotes PyYAML loses line separators such as NEL.
+
+        Text that a reader of YAML 1.1, such as Kubernetes, would take for another type gets quotes too: `on`, `0777`,
+        `12:30`.
         """
         text: str = getattr(self.event, "value", "")
         if not text.isprintable():
@@ -270,7 +294,7 @@ def _is_no_text_in_yaml_1_1(text: str) -> bool:
 
 
 class _TreeBuilder:
-    """Turns composed nodes into plain data; stores positions and mistakes in `document`."""
+    """Turns the nodes of PyYAML into plain data. Positions and mistakes are stored in `document`."""
 
     def __init__(self, document: YamlDocument) -> None:
         self.document = document
@@ -278,6 +302,7 @@ class _TreeBuilder:
         self.file = document.top.file
 
     def value(self, node: Node, path: KeyPath) -> Any:
+        """Return the plain data of a node at `path`. Stores its position. Stops at the limits on values and depth."""
         position = _node_position(self.file, node)
         self.document.values[path] = position
         self.values_built += 1
@@ -294,6 +319,7 @@ class _TreeBuilder:
         return self._scalar(node, path)
 
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        """Return the mapping of a node. A key that occurs twice, or is not a scalar, becomes a mistake."""
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             position = _node_position(self.file, key_node)
@@ -321,6 +347,7 @@ class _TreeBuilder:
         return items
 
     def _scalar(self, node: Node, path: KeyPath) -> Any:
+        """Return the value of a scalar node. A tag becomes a mistake."""
         tag = node.tag.removeprefix(_CORE)
         if isinstance(node, ScalarNode) and tag == "str":
             return node.value
@@ -335,7 +362,7 @@ class _TreeBuilder:
 def _integer(text: str) -> int | str:
     try:
         return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
-    except ValueError:  # more digits than Python converts
+    except ValueError:  # The text has more digits than Python converts.
         return text
 
 
@@ -345,10 +372,11 @@ _CONSTRUCT = {
     "int": _integer,
     "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
 }
+"""Converts the text of a scalar, by its tag."""
 
 
 def dotted(path: KeyPath) -> str:
-    """A path in the notation of messages and command-line overrides."""
+    """Return a path in the notation of messages and overrides."""
     return ".".join(map(str, path)) or "yaml"
 
 

@@ -1,1 +1,4 @@
-"""What everything that listens shares: limits of connections, accepting them, and mutual proof of a key. Torch-free."""
+"""What all listeners share: limits of connections, accepting connections, and mutual proof of a key.
+
+This module imports no torch.
+"""

@@ -1,4 +1,7 @@
-"""Accepting connections without blocking: a full table of open files ends nothing and does not spin."""
+"""Accepts connections without blocking.
+
+If the process has too many open files, it neither fails nor retries in a tight loop.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ import time
 from contextlib import suppress
 
 BACKLOG = 128
-"""Connections that may wait to be accepted."""
+"""Most connections that may wait to be accepted."""
 AT_ONCE = 64
 """Most connections that one call accepts."""
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors that mean that no further file can be opened."""
 PAUSE_SECONDS = 0.05
-"""Pause while the table is full and no descriptor is in reserve; the caller would try again at once."""
+"""Seconds to sleep if no connection can be accepted. Otherwise the caller would try again at once."""
 
 
 def listen_at(address: tuple[str, int], backlog: int = BACKLOG) -> socket.socket:
-    """A listening socket at a host and port, of IPv4 or IPv6. Raises OSError, e.g. if it is another host's or in use."""
+    """Return a listening socket at (host, port), for IPv4 or IPv6. Raises OSError, for example if the port is in use."""
     host, port = address
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
     return socket.create_server(address, family=family, backlog=backlog)
@@ -27,8 +31,9 @@ def listen_at(address: tuple[str, int], backlog: int = BACKLOG) -> socket.socket
 class Acceptor:
     """Accepts connections at a listening socket.
 
-    While the table of open files is full, it gives up a descriptor that it has in reserve to accept a connection and
-    close it: those that wait would make every call of `select` return at once.
+    It keeps one spare file descriptor. If the process can open no further file, a waiting connection would make every
+    call of `select` return at once. The acceptor then closes the spare descriptor, accepts the connection, and closes
+    it.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -38,7 +43,7 @@ class Acceptor:
         self._fill_reserve()
 
     def accept(self) -> list[socket.socket]:
-        """The connections that wait, at most `AT_ONCE`; never raises OSError."""
+        """Return waiting connections, at most `AT_ONCE`. This never raises OSError."""
         accepted: list[socket.socket] = []
         for _ in range(AT_ONCE):
             try:
@@ -49,21 +54,21 @@ class Acceptor:
                 if error.errno in FULL:
                     self._refuse()
                     break
-                if error.errno in (errno.EBADF, errno.EINVAL):  # it is closed
+                if error.errno in (errno.EBADF, errno.EINVAL):  # the listening socket is closed
                     break
         else:
-            if not accepted:  # every call fails, and would again at once
+            if not accepted:  # every attempt has failed, and the next call would fail at once too
                 time.sleep(PAUSE_SECONDS)
         return accepted
 
     def close(self) -> None:
-        """Close the descriptor in reserve; the listening socket is the caller's."""
+        """Close the spare descriptor. The caller closes the listening socket."""
         if self._reserve is not None:
             os.close(self._reserve)
             self._reserve = None
 
     def _refuse(self) -> None:
-        """Close one connection that waits, and try to have a descriptor in reserve again."""
+        """Accept and close one waiting connection, using the spare descriptor, and open a new spare descriptor."""
         if self._reserve is None:
             time.sleep(PAUSE_SECONDS)
         else:

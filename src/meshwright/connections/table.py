@@ -1,4 +1,4 @@
-"""The connections of one listener: how many there may be, which one makes room for another, and which are late."""
+"""The connections of one listener: how many there may be, which one is closed for a new one, and which exceed their time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ Connection = TypeVar("Connection", bound=Hashable)
 
 
 class ConnectionTable(Generic[Connection]):
-    """Bounds the connections of a listener. It closes none itself: its methods return those that the caller closes.
+    """Limits the connections of a listener.
 
-    A connection that waits, without a request or without having shown the key, makes room for a new one when the table
-    is full: idle connections of strangers cannot keep others out.
+    It closes no connection itself: its methods return those that the caller must close.
+
+    A connection is waiting if it has no request, or has not shown the key. If the table is full, the connection that
+    has waited longest is closed for a new one. So idle connections of strangers cannot keep others out.
     """
 
     def __init__(self, limits: ListenerLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns monotonic seconds."""
         self.limits = limits
         self._clock = clock
         self._most = limits.most
         self._deadlines: dict[Connection, float] = {}
         self._waiting: dict[Connection, None] = {}
-        """Those that wait, the longest first."""
+        """Connections that wait, the longest-waiting first. (A dict is used as an ordered set.)"""
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -37,7 +40,10 @@ class ConnectionTable(Generic[Connection]):
         return connection in self._deadlines
 
     def add(self, connection: Connection, seconds: float) -> Connection | None:
-        """Add a connection that waits at most so many seconds; returns one to be closed, which may be this one."""
+        """Add a connection that may wait for `seconds`. Return a connection to be closed, or None.
+
+        If the table is full and no connection waits, the new connection itself is returned and not added.
+        """
         closed = None
         if len(self._deadlines) >= self._most:
             closed = next(iter(self._waiting), None)
@@ -49,29 +55,32 @@ class ConnectionTable(Generic[Connection]):
         return closed
 
     def wait(self, connection: Connection, seconds: float) -> None:
-        """Note that a connection waits from now on, at most so many seconds; one that is closed is ignored, here and below."""
+        """Note that a connection waits from now on, for at most `seconds`.
+
+        This method and the following ones ignore a connection that has been removed.
+        """
         if connection in self._deadlines:
             self._waiting.pop(connection, None)
             self._waiting[connection] = None
             self._deadlines[connection] = self._clock() + seconds
 
     def keep(self, connection: Connection, seconds: float = math.inf) -> None:
-        """Note that a connection has work: it makes no room for others, but is late after so many seconds."""
+        """Note that a connection has work. It is not closed for a new one, but it is late after `seconds`."""
         if connection in self._deadlines:
             self._waiting.pop(connection, None)
             self._deadlines[connection] = self._clock() + seconds
 
     def limit(self, connection: Connection, seconds: float) -> None:
-        """Set the time after which a connection is late; whether it makes room for others stays."""
+        """Set the seconds after which a connection is late. Whether it may be closed for a new one does not change."""
         if connection in self._deadlines:
             self._deadlines[connection] = self._clock() + seconds
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection that is closed."""
+        """Forget a connection that has been closed."""
         self._waiting.pop(connection, None)
         self._deadlines.pop(connection, None)
 
     def late(self) -> list[Connection]:
-        """The connections whose time is over."""
+        """Return the connections that have exceeded their time."""
         now = self._clock()
         return [connection for connection, deadline in self._deadlines.items() if now > deadline]

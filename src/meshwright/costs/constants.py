@@ -1,6 +1,8 @@
-"""Constants of the cost model that no datasheet gives: a set per GPU generation and a set per software stack.
+"""Constants of the cost model that no datasheet gives: one set per GPU generation, and one set per training software
+("stack").
 
-constants.yaml lists them with the runs that they were fitted to; `python benchmarks/fit_costs.py` writes it.
+constants.yaml lists the constants with the runs to which they were fitted; `python benchmarks/fit_costs.py` writes it.
+own.yaml has the constants of this program's own engine.
 """
 
 from __future__ import annotations
@@ -20,66 +22,81 @@ from meshwright.spec.chips import CHIPS, Chip
 from meshwright.workload.arrays import Array
 
 FILE = Path(__file__).with_name("constants.yaml")
+"""The fitted constants of published software."""
 OWN_FILE = Path(__file__).with_name("own.yaml")
+"""The fitted constants of this program's own engine."""
 OWN = "meshwright"
 """The name of this program's own stack."""
 MEASURED_GENERATION = "hopper"
+"""GPU generation on which this program's own runs were measured."""
 MEASURED_CHIP = "H200"
-"""The generation and the chip of this program's own runs."""
+"""Chip on which this program's own runs were measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Constants of one generation and stack, or arrays of them. Shares are relative to the datasheet's figure."""
+    """The constants of one generation and one stack. Each field is a number, or an array with one element per case.
 
-    # Of the GPU generation.
+    A share is relative to the datasheet's figure: with `gemm` 0.8, a large matmul reaches 80% of the peak.
+    """
+
+    # Constants of the GPU generation.
     gemm: Array
     """Share of the bf16 peak that a large matmul reaches."""
     gemm_low: Array
-    """Share that fp8 matmuls reach of the fp8 peak, relative to `gemm`."""
+    """Share of the fp8 peak that an fp8 matmul reaches, relative to `gemm`.
+
+    With `gemm` 0.8 and `gemm_low` 0.9, an fp8 matmul reaches 72% of the fp8 peak.
+    """
     gemm_block: Array
-    """Share for block-scaled fp8, relative to `gemm`."""
+    """As `gemm_low`, for fp8 matmuls with one scale per block."""
     gemm_fp4: Array
-    """Share for fp4, relative to `gemm`."""
+    """As `gemm_low`, for fp4 matmuls and the fp4 peak."""
     attention: Array
     """Share of the bf16 peak that attention's two matmuls reach."""
     hbm: Array
-    """Share of memory bandwidth that element-wise passes reach."""
+    """Share of the memory bandwidth that element-wise kernels reach."""
     link: Array
     """Share of link bandwidth that a collective inside a domain reaches."""
     narrow: Array
-    """Width of a matmul's smallest dimension at which its time per FLOP doubles."""
+    """Size of a matmul's smallest dimension at which the time per FLOP doubles, in elements."""
     tail_us: Array
     """Device time lost at the end of each kernel, microseconds."""
-    # Of the software stack.
+    # Constants of the software stack.
     slow: Array
-    """Device time relative to the generation's best kernels."""
+    """Factor on the device time of this stack, relative to the generation's best kernels."""
     yearly: Array
-    """Yearly speed-up of releases: device time is divided by this to the power of the release's year, counted from 2025."""
+    """Yearly speed-up of the stack's releases.
+
+    The device time of a release t years after the start of 2025 is divided by `yearly`^t. With 1.1, a release of the
+    start of 2027 needs 1/1.21 of the time.
+    """
     passes: Array
-    """Element-wise bytes of one layer's forward, per token and hidden element."""
+    """Bytes that the element-wise kernels of one layer's forward move, per token and hidden element."""
     scores: Array
-    """Bytes moved per attention score, forward (0: fused attention)."""
+    """Bytes moved per attention score in a forward; 0 for fused attention, which stores no scores."""
     quantise: Array
-    """Bytes moved per element to cast a matmul's inputs to a narrow format."""
+    """Bytes moved per element to round the inputs of a matmul to a narrow format."""
     host_us: Array
-    """Host time of one layer, forward and backward, of one micro-batch, microseconds."""
+    """Host microseconds of one layer for one micro-batch, forward and backward."""
     host_tensor_us: Array
-    """Host time that tensor parallelism adds to a layer, microseconds."""
+    """Host microseconds that tensor parallelism adds to `host_us`."""
     ring_us: Array
-    """Microseconds of host time per layer and further tensor rank, in pipelines across nodes or with sequence parallelism."""
+    """Host microseconds per layer and per tensor rank after the first, with sequence parallelism or in pipelines across
+    nodes.
+    """
     host_micro_us: Array
-    """Host time of one micro-batch outside its layers, microseconds."""
+    """Host microseconds of one micro-batch outside its layers."""
     tensor_exposed: Array
     """Share of tensor-parallel communication that compute does not hide."""
     expert_exposed: Array
     """Share of expert dispatch and combine that compute does not hide."""
     hide: Array
-    """Share of the backward pass under which data-parallel communication hides."""
+    """Share of the backward's seconds in which data-parallel communication can overlap with compute."""
     overlap_tax: Array
-    """Slow-down of compute by communication that runs beside it, per second of communication."""
+    """Seconds by which compute becomes slower for each second of communication that overlaps with it."""
     net: Array
-    """Share of network bandwidth that a collective across nodes reaches."""
+    """Share of the network bandwidth that a collective across nodes reaches."""
     net_us: Array
     """Latency of one step of a collective across nodes, microseconds."""
     link_us: Array
@@ -87,192 +104,250 @@ class Constants:
     start_us: Array
     """Time to start a collective, microseconds."""
     messages: Array
-    """Data-parallel operations per layer."""
+    """Number of data-parallel collectives per layer."""
     reduce_bytes: Array
-    """Bytes per gradient element on the wire between replicas."""
+    """Bytes per gradient element that replicas send to each other in the reduction."""
     pipe_us: Array
-    """Time that a stage boundary adds to a micro-batch, without its bytes, microseconds."""
+    """Microseconds that each stage boundary adds to a micro-batch, in addition to the time for its bytes."""
     pipe_exposed: Array
-    """Share of the steady state's boundary transfers that compute does not hide."""
+    """Share of the transfers between stages that compute does not hide while the pipeline is full."""
     stall_s: Array
-    """Delay of a micro-batch at a stage boundary of a congested network, seconds (0: no stalls were observed)."""
-    stall_nodes: Array
-    """Number of nodes at which half of the runs congest the network."""
-    crowd: Array
-    """Relative increase of the time of collectives between replicas on a congested network."""
-    bubble: Array
-    """Idle time of the pipeline relative to the ideal (p − 1) / v micro-batches."""
-    step_ms: Array
-    """Fixed time of one step, milliseconds."""
-    step_layer_us: Array
-    """Time of one step per layer of a rank (optimizer launches, gradient norm), microseconds."""
-    update: Array
-    """Bytes that the optimizer moves per parameter."""
-    jitter: Array
-    """Slow-down per doubling of the number of nodes."""
-    sync_ms: Array
-    """Time that each doubling of the number of nodes adds to a step, milliseconds."""
-    moe_yearly: Array
-    """Yearly speed-up, as `yearly`, of routing outside matmuls."""
-    moe_us: Array
-    """Host time that each expert of a rank adds to a layer, microseconds."""
-    moe_passes: Array
-    """Bytes of permuting and combining per routed token and hidden element; own engine: with the activation."""
-    # Of this program's own engine; for published runs the defaults switch these terms off.
-    gemm_rowwise: Array = 0.92
-    """Rate of an fp8 matmul with scales per row, relative to one scale per tensor.
+    """Seconds by which a congested network delays a micro-batch at each stage boundary.
 
-    Own engine: measured 0.485 over 0.471 s (benchmarks/results/2026-11-23-levers-one-gpu-H200.jsonl).
+    It is 0 if no stalls were observed.
+    """
+    stall_nodes: Array
+    """Number of nodes at which a run's network is congested with probability 0.5."""
+    crowd: Array
+    """Relative increase of the time of collectives between replicas on a congested network: 0.5 means 1.5 times as
+    long.
+    """
+    bubble: Array
+    """Factor on the pipeline's idle time of (p − 1) / v micro-batches, for p stages with v virtual stages on each rank.
+    """
+    step_ms: Array
+    """Milliseconds of each step that depend on nothing else."""
+    step_layer_us: Array
+    """Microseconds of each step per layer of a rank: launches of the optimizer and of the gradient norm."""
+    update: Array
+    """Bytes that the optimizer moves per parameter in an update."""
+    jitter: Array
+    """Relative increase of the step time for each doubling of the number of nodes."""
+    sync_ms: Array
+    """Milliseconds that each doubling of the number of nodes adds to a step."""
+    moe_yearly: Array
+    """As `yearly`, for the time of routing outside matmuls (`moe_passes`, `moe_us`)."""
+    moe_us: Array
+    """Host microseconds that each expert of a rank adds to a layer."""
+    moe_passes: Array
+    """Bytes moved to permute and combine, per routed token and hidden element.
+
+    For this program's engine they include the activation function.
+    """
+    # Constants that only this program's engine needs. The defaults switch their terms off for published runs.
+    gemm_rowwise: Array = 0.92
+    """Rate of an fp8 matmul with one scale per row, relative to an fp8 matmul with one scale per tensor.
+
+    Own engine: a step of Llama-3.2-1B took 0.485 s with one scale per row, and 0.471 s with one scale per tensor
+    (benchmarks/results/2026-11-23-levers-one-gpu-H200.jsonl).
     """
     net_tax: Array = 0.05
-    """Value of `overlap_tax` for communication across nodes, which takes longer and uses fewer multiprocessors."""
+    """The value of `overlap_tax` for communication across nodes, which takes longer and uses fewer multiprocessors."""
     own_engine: Array = 0.0
     """1 for this program's engine, 0 for other stacks.
 
-    The formulas count more of this engine, for example copies of weights and gradients through buffers. The fitted constants of
-    other stacks, `passes` above all, include that time.
+    The formulas have further terms for this engine, for example the copies of weights and gradients through buffers.
+    For other stacks these terms are 0, because their fitted constants (above all `passes`) already include that time.
     """
     copy_tax: Array = 0.22
-    """Slow-down of compute per second of a copy-engine gather, relative to `overlap_tax` of kernels.
+    """Slow-down of compute per second of a gather by copy engines, relative to `overlap_tax`, which holds for gathers
+    by NCCL kernels.
 
-    0.0506 over 0.227 on 2 H200s (benchmarks/results/2026-11-21-gathers-2xH200.json). A guess for more devices.
+    Measured on 2 H200s: 0.0506 by copy engines over 0.227 by kernels
+    (benchmarks/results/2026-11-21-gathers-2xH200.json). For more devices this is a guess.
     """
     copy_link: Array = 1.34
-    """Bandwidth of a gather by copy engines relative to a gather by kernels (387 over 289 GB/s, same source)."""
-    moe_back: Array = 2.0
-    """Cost of permuting and combining in a backward, relative to a forward.
+    """Bandwidth of a gather by copy engines, relative to a gather by kernels.
 
-    Own engine: from eight runs of Qwen3-30B-A3B on one and two H200s (benchmarks/results/2026-11-23-mixture-1xH200.json and
-    -2xH200.json).
+    Measured as for `copy_tax`: 387 over 289 GB/s.
+    """
+    moe_back: Array = 2.0
+    """Time to permute and combine in a backward, relative to a forward.
+
+    Own engine: from eight runs of Qwen3-30B-A3B on one and two H200s (benchmarks/results/2026-11-23-mixture-1xH200.json
+    and -2xH200.json).
     """
     moe_spread: Array = 0.0
-    """Bytes added to `moe_passes` if experts are on several ranks.
+    """Bytes added to `moe_passes` if the experts are divided over several ranks.
 
-    Received tokens are sorted again, and the device idles until the host has their counts. Own engine: from two runs on 2 H200s
-    (benchmarks/results/2026-11-22-experts-2xH200.json, `expert-12` and `tensor-12`).
+    They stand for two things: received tokens are sorted again, and the device idles until the host has the token
+    counts. Own engine: from two runs on 2 H200s (benchmarks/results/2026-11-22-experts-2xH200.json, `expert-12` and
+    `tensor-12`).
     """
     token_passes: Array = 0.0
-    """Bytes of device memory moved by a layer's exchanges between tensor ranks, per token and hidden element.
+    """Bytes of device memory moved to reorder the tokens of a layer's exchanges between tensor ranks, per token and
+    hidden element.
 
-    A gather of several sequences by kernels delivers them ordered by rank, so they are reordered, and back before the scatter.
-    Own engine: from two runs of Llama-3-8B on 2 H200s, the time beyond matmuls and communication
-    (benchmarks/results/2026-11-22-tensor-2xH200.json and 2026-11-22-tensor-fsdp-2xH200.json, `tp2-fsdp`).
+    A gather of several sequences by kernels delivers tokens ordered by rank. They are reordered after the gather, and
+    ordered by rank again before the reduce-scatter. Own engine: from two runs of Llama-3-8B on 2 H200s, as the time in
+    addition to matmuls and communication (benchmarks/results/2026-11-22-tensor-2xH200.json and
+    2026-11-22-tensor-fsdp-2xH200.json, `tp2-fsdp`).
     """
     copy_engine_tokens: Array = 0.9
-    """Exposed share of an exchange between two tensor ranks by copy engines, relative to kernels.
+    """Exposed time of an exchange between two tensor ranks by copy engines, relative to the exposed time of an exchange
+    by kernels.
 
-    Llama-3-8B on 2 H200s: 1.04 of 1.22 ms per layer without compute, 0.12 s of a step of 1.56 s (docs/design/tensor.md).
+    Llama-3-8B on 2 H200s: 1.04 instead of 1.22 ms per layer in isolation; 0.12 s less in a step of 1.56 s
+    (docs/design/tensor.md).
     """
     copy_engine_tokens_many_ranks: Array = 2.0
-    """Exposed share of such an exchange between more than two tensor ranks.
+    """As `copy_engine_tokens`, for an exchange between more than two tensor ranks.
 
-    With four ranks, a step took 2.39 s instead of 1.95 s by kernels (Llama-3-8B on 4 H200s:
-    benchmarks/results/2026-11-22-tensor-4xH200.json). A guess for more ranks.
+    Llama-3-8B on 4 H200s: a step took 2.39 s by copy engines and 1.95 s by kernels
+    (benchmarks/results/2026-11-22-tensor-4xH200.json). For more ranks this is a guess.
     """
     lone_copies: Array = 1.0
-    """1 if an unsharded rank copies weights, and scales and copies gradients, like sharded ranks.
+    """1 if a rank without sharding copies weights, and scales and copies gradients, as a sharded rank does.
 
-    0 if it casts weights and gradients once (`parallel.fsdp.UnsharedParameterGroup`).
+    0 if such a rank only casts its weights and gradients once (`parallel.fsdp.UnsharedParameterGroup`).
     """
     packing: Array = 1.0
-    """Share of device memory bandwidth at which dense gradients are packed into the reduction buffer (`kernels.pack`)."""
+    """Share of the device memory bandwidth at which dense gradients are packed into the buffer of a reduction
+    (`kernels.pack`).
+    """
     matmul_sums: Array = 1.0
-    """Bytes moved if a matmul accumulates its gradient, relative to a separate pass over both.
+    """Bytes moved if a matmul adds its weight gradient to the sum over micro-batches, relative to an addition after the
+    matmul.
 
-    Own engine: the matmul reads and writes the sum but no separate gradient, 6 of 10 bytes. An accumulating matmul took
-    as long as a plain matmul (docs/design/executor.md).
+    An addition after the matmul reads the gradient (2 bytes per element) and reads and writes the sum (4 + 4 bytes): 10
+    bytes. Own engine: the matmul reads and writes the sum, but writes no gradient: 4 + 4 - 2 = 6 bytes. An accumulating
+    matmul took as long as a plain matmul (docs/design/executor.md).
     """
     side_copies: Array = 0.0
-    """Slow-down of compute by copies on another stream, relative to their time: both use the same device memory."""
+    """Slow-down of compute by copies on another stream, relative to the time of these copies: copies and compute use
+    the same device memory.
+    """
     logit_bytes: Array = 16.0
-    """Bytes moved per logit by the loss, without the head's matmuls.
+    """Bytes that the loss moves per logit, in addition to the head's matmuls.
 
-    Own engine: 6, of which the kernel moves 0.95 as many per second as a copy (`kernels.loss_triton`).
+    Own engine: 6 bytes, moved at 0.95 of the rate of a copy (`kernels.loss_triton`).
     """
     attention_wide: Array = 1.0
     """Rate of attention with heads wider than 192, relative to `attention`.
 
-    Own engine: heads of 256 on an H200, sequences of 4,096 tokens (benchmarks/results/2026-11-29-attention-windows-H200.json).
+    Own engine: measured with heads of 256 and sequences of 4,096 tokens on an H200
+    (benchmarks/results/2026-11-29-attention-windows-H200.json).
     """
     flex: Array = 1.0
-    """Rate of the forward of flex attention, which layers with a window have, relative to `attention`.
+    """Rate of the forward of flex attention, relative to `attention`.
 
-    Own engine: of blocks of keys alone; each block of queries costs as much as 350 keys more (`costs.compute.QUERY_BLOCK_KEYS`). With
-    that, windows of 128 to 4,096 keys and heads of 64 and 128 are within 4% (benchmarks/results/2026-11-29-attention-windows-H200.json).
+    Layers with an attention window use flex attention.
+
+    Own engine: the rate over the keys of a window, where each block of queries costs as much as 350 keys in addition
+    (`costs.compute.QUERY_BLOCK_KEYS`). With that, predictions for windows of 128 to 4,096 keys and heads of 64 and 128
+    are within 4% of the measurements (benchmarks/results/2026-11-29-attention-windows-H200.json).
     """
     flex_wide: Array = 1.0
     """Rate of flex attention with heads wider than 192, relative to `flex`.
 
-    Own engine: heads of 256 with windows of 512 and 1,024 keys, as above, forward and backward together. Their backward alone takes 5.6
-    times their forward.
+    Own engine: from the file named at `flex`, heads of 256 with windows of 512 and 1,024 keys, forward and backward
+    together. The backward alone takes 5.6 times as long as the forward.
     """
     flex_capped: Array = 1.0
-    """Rate of flex attention that caps scores, relative to that of the same heads without a cap.
+    """Rate of flex attention that caps scores, relative to flex attention with the same heads and no cap.
 
     Own engine: from a step of Gemma-2-2B, heads of 256 (benchmarks/results/2026-11-30-families-H200.json).
     """
     flex_backward: Array = 2.5
-    """Time of flex attention's backward relative to its forward.
+    """Time of the backward of flex attention, relative to its forward.
 
-    Own engine: 2.8 to 3.7 with heads of 64 and 128, as above.
+    Own engine: from the file named at `flex`, 2.8 to 3.7 with heads of 64 and 128.
     """
     flash: Array = 1.0
-    """Rate of the forward of FlashAttention with a window (`window_by_flash`), relative to `attention`; counted as that of flex attention.
+    """Rate of the forward of FlashAttention with a window (`window_by_flash`), relative to `attention`.
 
-    Own engine: windows of 128 keys, forward and backward together within 2% for heads of 64 and 128
+    As for `flex`, each block of queries costs as much as 350 keys in addition. Own engine: with windows of 128 keys and
+    heads of 64 and 128, predictions of forward and backward together are within 2%
     (benchmarks/results/2026-11-30-window-attention-H200.json).
     """
     flash_wide: Array = 1.0
     """Rate of FlashAttention with a window and heads wider than 192, relative to `flash`.
 
-    Own engine: heads of 256 with windows of 512 and 1,024 keys, within 4%, as above.
+    Own engine: from the file named at `flash`, heads of 256 with windows of 512 and 1,024 keys, within 4%.
     """
     flash_backward: Array = 2.5
-    """Time of the backward of FlashAttention with a window relative to its forward. Own engine: 2.5 to 3.9, as above."""
+    """Time of the backward of FlashAttention with a window, relative to its forward.
+
+    Own engine: from the file named at `flash`, 2.5 to 3.9.
+    """
     flash_windows: Array = 1.0
-    """1 if FlashAttention computes such windows; 0 on CPU ranks, which have no kernel for it."""
+    """1 if FlashAttention computes layers with a window where it can; 0 on CPU ranks, which have no such kernel."""
     fixed_order: Array = 1.0
-    """1 if sums in a fixed order slow attention's backward; 0 on CPU ranks, where its sums always have one order."""
+    """1 if additions in a fixed order make attention's backward slower; 0 on CPU ranks, whose kernels always add in one
+    order.
+    """
     compiled: Array = 0.0
     """1 if a recomputed block is compiled as one graph.
 
-    `full` then omits the last matmul, whose result no gradient needs. `selective` repeats the element-wise passes but
-    not attention.
+    Recompute mode `full` then omits the block's last matmul, because no gradient needs its result. Mode `selective`
+    then repeats the element-wise operations but not attention.
     """
     ragged_vocab: Array = 1.0
-    """Slow-down of a head without padding whose vocabulary is no multiple of 8, so that its matmuls run unaligned."""
+    """Slow-down of the head if its vocabulary is not padded and no multiple of 8, so that its matmuls read unaligned
+    memory.
+    """
     scatter_bytes: Array = 2.0
-    """Bytes per gradient element of a reduce-scatter in the closed form; the simulator uses the plan's dtype."""
+    """Bytes per gradient element of a reduce-scatter in the closed form; the simulator uses the dtype of the plan."""
     net_sum: Array = 1.0
-    """Bandwidth of an all-reduce over TCP relative to a gather, to which `net` refers; other fabrics use `net` × `net_sum`."""
-    net_ring: Array = 1.0
-    """Share of the ports' bandwidth that a TCP ring through more than two ranks per node reaches.
+    """Bandwidth of an all-reduce, relative to the bandwidth of a gather, to which `net` refers.
 
-    Own engine: between the values of two runs sharded over two emulated nodes of four H200s, which reach 0.79 and 0.84 of the
-    bandwidth of nodes with two (benchmarks/results/2026-11-22-tcp-13b-8xH200.json, `zero3-384`, and 2026-11-22-layered-8xH200.json,
-    `per-micro-batch`).
+    Only over TCP do both figures apply separately; on other fabrics every collective uses `net` × `net_sum`.
+    """
+    net_ring: Array = 1.0
+    """Share of the ports' bandwidth that a TCP ring with more than two ranks in each node reaches.
+
+    Own engine: a value between those of two runs that are sharded over two emulated nodes of four H200s. They reach
+    0.79 and 0.84 of the bandwidth of nodes with two ranks (benchmarks/results/2026-11-22-tcp-13b-8xH200.json,
+    `zero3-384`, and 2026-11-22-layered-8xH200.json, `per-micro-batch`).
     """
     net_yield: Array = 0.0
-    """Time that a reduction across nodes takes longer, relative to the compute beside it (TCP only)."""
+    """Seconds by which a reduction across nodes becomes longer for each second of compute that overlaps with it (TCP
+    only).
+    """
 
 
 GENERATION = ("gemm", "gemm_low", "gemm_block", "gemm_fp4", "attention", "hbm", "link", "narrow", "tail_us")
+"""Constants that belong to the GPU generation; all others belong to the stack."""
 NAMES = tuple(field.name for field in fields(Constants))
+"""Names of all constants."""
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The loader of libyaml if it is installed: ten times as fast."""
+"""The loader of libyaml if it is installed, because it is ten times as fast; otherwise the loader in Python."""
 
 
 @cache
 def table() -> dict[str, Any]:
-    """constants.yaml and own.yaml: `generations`, `stacks`, `measured`, `measured_with`, `bands`, `own_band`, `memory`, `fitted_on`."""
+    """Return the content of constants.yaml and own.yaml as one table.
+
+    Its keys:
+
+    - `generations`, `stacks`: constants by name of the generation or stack.
+    - `measured`: constants of this program's own runs, by stack and generation.
+    - `measured_with`: generations and stacks with many fitted runs; `runs`: number of fitted runs of each.
+    - `bands`, `own_band`: uncertainty of published runs by class, and of own runs.
+    - `memory`: constants of `costs.stack_footprint`.
+    - `fitted_on`: number of fitted runs by source; `own_runs`: number of own runs.
+    - `best_quartile`: the best quartile of `gemm` over published runs, by generation.
+    """
     published, own = (yaml.load(file.read_bytes(), _LOADER) for file in (FILE, OWN_FILE))
     return with_own(published, own)
 
 
 def with_own(published: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """The published table with this program's own stack added."""
+    """Return the `published` table with this program's own stack added, whose values are in `measured` (the content of
+    own.yaml).
+    """
     return {
         **published,
         "stacks": {**published["stacks"], OWN: measured["stack"]},
@@ -283,9 +358,11 @@ def with_own(published: dict[str, Any], measured: dict[str, Any]) -> dict[str, A
 
 
 def constants(generation: str, stack: str, values: dict[str, Any] | None = None) -> Constants:
-    """The constants of one GPU generation and one stack, whose parent has those that it lacks; unknown names take `default`.
+    """Return the constants of one GPU generation and one stack. `values` is the table, by default `table()`.
 
-    Values measured for this stack on this generation override those of the generation and of the stack.
+    If a constant is in several places, the first of these counts: values measured for this stack on this generation;
+    the stack; the stack's parent (`costs.software.parent_of`); the generation; `default`. Unknown names of generations
+    and stacks have only the values of `default`.
     """
     values = values or table()
     generations = values["generations"]
@@ -297,22 +374,28 @@ def constants(generation: str, stack: str, values: dict[str, Any] | None = None)
 
 
 def known_software(stack: str, values: Mapping[str, Any] | None = None) -> Known:
-    """How far a stack's constants are known."""
+    """Return how well the constants of a stack are known: "measured", "related" or "unknown" (`costs.bands.Known`)."""
     values = values or table()
     return known(stack, parent_of(stack), values["runs"], values["measured_with"])
 
 
 def is_measured(generation: str, stack: str = OWN) -> bool:
-    """Whether `stack` was measured on `generation`; else its constants are inferred from other stacks and generations."""
+    """Return whether `stack` was measured on `generation`.
+
+    If not, its constants are inferred from other stacks and generations.
+    """
     return generation in table()["measured"].get(stack, {})
 
 
 def unmeasured_chip_constants(chip: Chip) -> dict[str, float]:
-    """Constants of this program's own engine on a chip without own runs; they replace those of the generation.
+    """Return constants of this program's engine on a chip on which it was never measured.
 
-    Matmuls reach the same share of the chip's fastest measured matmul as on the measured chip, and at most the best
-    quartile of published runs on the generation. Links reach the share of the generation's runs, and at most that of
-    own runs.
+    They replace those of the generation.
+
+    - Matmuls: on the measured chip (H200), matmuls of own runs reach a certain share of the fastest matmul measured
+      there. They reach the same share of the fastest matmul of this chip, but at most the best quartile of published
+      runs on its generation.
+    - Links: they reach the share of the published runs on the generation, but at most the share of own runs.
     """
     values = table()
     own = values["measured"][OWN][MEASURED_GENERATION]
@@ -329,12 +412,15 @@ def unmeasured_chip_constants(chip: Chip) -> dict[str, float]:
 
 
 def _best_share(chip: Chip) -> float | None:
-    """Share of the bf16 peak that the fastest measured matmul reaches; None without a measurement."""
+    """Return the share of the bf16 peak that the chip's fastest measured matmul reaches.
+
+    The result is None without such a measurement.
+    """
     return chip.best_bf16_flops / chip.peak_flops["bf16"] if chip.best_bf16_flops else None
 
 
 def at_release(k: Constants, release: Array) -> Constants:
-    """The constants for software released `release` years after the start of 2025."""
+    """Return the constants for software that was released `release` years after the start of 2025."""
     moe = k.moe_yearly ** -np.asarray(release)
     return replace(
         k, slow=k.slow * k.yearly ** -np.asarray(release), moe_passes=k.moe_passes * moe, moe_us=k.moe_us * moe
@@ -342,6 +428,6 @@ def at_release(k: Constants, release: Array) -> Constants:
 
 
 def constant_arrays(pairs: Sequence[tuple[str, str]], values: dict[str, Any] | None = None) -> Constants:
-    """The constants of each (generation, stack) as arrays."""
+    """Return the constants of several (generation, stack) pairs, with arrays of length `len(pairs)` in all fields."""
     by_pair = {pair: constants(*pair, values) for pair in set(pairs)}
     return Constants(**{name: np.array([getattr(by_pair[pair], name) for pair in pairs]) for name in NAMES})

@@ -1,4 +1,7 @@
-"""Rates of a ClusterSpec for the cost model: those of its slowest nodes, because a step takes as long as its slowest rank."""
+"""Rates of a ClusterSpec for the cost model.
+
+They are the rates of the slowest nodes, because a step takes as long as its slowest rank.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +29,29 @@ FORMATS = {
     "nvfp4": FOUR_BIT,
     "mxfp4": FOUR_BIT,
 }
-"""Number format of matmuls → Machine.matmul_format. Only serving costs, which read the peak alone, have int8."""
+"""Number format of matmuls → `Machine.matmul_format`.
+
+Of "int8", only the peak is used: training has no int8 matmuls, and the serving costs do not read `matmul_format`.
+"""
 KERNEL_US = 10.0
-"""Microseconds that a CPU spends per operation outside its arithmetic and bytes: a guess."""
+"""Microseconds that a CPU needs per operation in addition to its arithmetic and bytes: a guess."""
 GUESSED_BAND = (-1.1, 1.1)
+"""80% band of the step time if the device's rates are guessed: ln(measured ÷ predicted) at the lower and the upper end.
+"""
 MEASURED_BAND = (-0.3, 0.9)
+"""As `GUESSED_BAND`, if the device's rates were measured by `meshwright profile`."""
 CORRECTED_BAND = (-0.2, 0.2)
-"""Logarithms of the ends of the 80% band: device rates guessed, measured, or corrected by a run on the device."""
+"""As `GUESSED_BAND`, if the profile was also corrected by a run on the device."""
 
 
 def chip_of(cluster: ClusterSpec) -> Chip | None:
-    """The device of `cluster`: from the chip table, with measured rates, or guessed; None if nothing is known.
+    """Return the device of `cluster`: from the chip table, from its profile, or guessed.
 
-    Rates are guessed for a CPU, and for a device of which the cluster states the memory only. A guessed CPU has this host's
-    cores, shared by the node's ranks. Raises BadInput if the profile cannot be read.
+    The result is None if nothing is known about it.
+
+    Rates are guessed in two cases: for a CPU without a profile, and for an unknown device whose memory the cluster
+    states. The ranks of a node divide the cores of this host; a guessed CPU has the cores of one rank. Raises BadInput
+    if the profile cannot be read.
     """
     if cluster.gpu in CHIPS:
         return CHIPS[cluster.gpu]
@@ -51,32 +63,38 @@ def chip_of(cluster: ClusterSpec) -> Chip | None:
 
 
 def _profile_of(file: str) -> MachineProfile:
-    """The profile in a file; the module that validates it is imported by those who have one, as a rank has none."""
+    """Return the profile in a file.
+
+    The import is here because the module that validates profiles is only needed by callers with a profile; ranks never
+    have one.
+    """
     from meshwright.config.profile_file import load_profile
 
     return load_profile(file)
 
 
 def is_guessed(cluster: ClusterSpec) -> bool:
-    """Whether the device's rates are guessed: a CPU, or a device not in the chip table, without a profile.
+    """Return whether the device's rates are guessed: it has no profile, and is a CPU or not in the chip table.
 
-    Guessed rates suffice to compare plans, not to predict seconds.
+    Guessed rates are good enough to compare plans, but not to predict seconds.
     """
     return cluster.gpu not in CHIPS and cluster.profile is None
 
 
 def unpredicted_message(cluster: ClusterSpec) -> str:
-    """The message that replaces predicted seconds if `is_guessed`."""
+    """Return the message that is printed instead of predicted seconds if `is_guessed`."""
     if cluster.is_cpu:
         return "CPU times are not predicted without a profile (`meshwright profile --out FILE` measures this machine)"
     return f"rates of {cluster.gpu} are not known (`meshwright profile --out FILE` on it measures them)"
 
 
 def hand_set_band(cluster: ClusterSpec) -> tuple[float, float] | None:
-    """Logarithms of the ends of the 80% band for a device without fitted runs; None for devices of the chip table.
+    """Return the 80% band of a device without fitted runs, as ln(measured ÷ predicted) of its ends.
 
-    The bands are set by hand and wide: a guessed rate may be off by a factor of three, and a step's many small operations may not
-    reach the measured rates of large operations.
+    The result is None for devices of the chip table.
+
+    These bands are set by hand and wide: a guessed rate may be wrong by a factor of three, and the many small
+    operations of a step may not reach the rates that were measured with large ones.
     """
     if cluster.gpu in CHIPS:
         return None
@@ -86,7 +104,12 @@ def hand_set_band(cluster: ClusterSpec) -> tuple[float, float] | None:
 
 
 def fast_domain(cluster: ClusterSpec) -> int:
-    """Devices connected by fast links: the network's `domain`, else a node's devices, or more if the chip's links span nodes."""
+    """Return the number of devices that fast links connect.
+
+    It is the `domain` of the network if the cluster states it. Otherwise it is the number of devices in a node, or the
+    chip's own domain if that is larger and the nodes are those of the chip's reference machine (NVL72: 4 devices per
+    node, 64 per domain).
+    """
     chip = chip_of(cluster)
     per_node = cluster.gpus_per_node
     stated = cluster.network.domain if cluster.network else None
@@ -94,7 +117,9 @@ def fast_domain(cluster: ClusterSpec) -> int:
 
 
 def network_rates(cluster: ClusterSpec) -> tuple[float, float]:
-    """Bytes/s of the slowest device's links inside its node, and of the slowest port to other nodes."""
+    """Return the bytes/s of the slowest device's links inside its node, and of the slowest device's port to other
+    nodes.
+    """
     nodes = [node for node, _ in node_type_runs(cluster)]
     links = [node.link_gb_per_s * 1e9 if node.link_gb_per_s else _chip(cluster, node.gpu).link for node in nodes]
     ports = [node.port_gb_per_s * 1e9 if node.port_gb_per_s else _chip(cluster, node.gpu).nic for node in nodes]
@@ -102,9 +127,10 @@ def network_rates(cluster: ClusterSpec) -> tuple[float, float]:
 
 
 def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
-    """The rates of `cluster`, for matmuls in `number_format`.
+    """Return the rates of `cluster` for matmuls in `number_format`, each that of the slowest node type.
 
-    Raises BadInput for a chip that is not in the table, a format that a chip lacks, or groups with more nodes than the cluster.
+    Raises BadInput for a chip that is not in the table, for a format that a chip lacks, and if the groups have more
+    nodes than the cluster.
     """
     network = cluster.network or NetworkSpec()
     chips = _chips(cluster, number_format)
@@ -131,7 +157,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
 
 
 def with_latencies(k: Constants, cluster: ClusterSpec) -> Constants:
-    """Fitted constants, with the latencies that the cluster states instead of the stack's."""
+    """Return the constants with the latencies that the cluster states; a latency that it does not state is the stack's."""
     network = cluster.network or NetworkSpec()
     stated_us = [node.port_us for node, _ in node_type_runs(cluster) if node.port_us is not None]
     port_us = max(stated_us) if stated_us else k.net_us
@@ -141,7 +167,12 @@ def with_latencies(k: Constants, cluster: ClusterSpec) -> Constants:
 def with_measurements(
     k: Constants, machine: Machine, cluster: ClusterSpec, number_format: str = "bf16"
 ) -> tuple[Constants, Machine]:
-    """Constants and machine, updated with the profile's measurements and the latencies of the cluster."""
+    """Return constants and machine, updated with the measurements of the cluster's profile and the latencies that the
+    cluster states.
+
+    A latency that the cluster states overrides a measured one. Without a profile, only the stated latencies change; the
+    constants of a CPU are those of `cpu_constants`. Raises BadInput if the profile cannot be read.
+    """
     if cluster.is_cpu:
         k = cpu_constants(k)
     if cluster.network:
@@ -150,21 +181,27 @@ def with_measurements(
         return k, machine
     profile = _profile_of(cluster.profile)
     k, machine, _ = with_profile(k, machine, profile, number_format)
-    network = cluster.network or NetworkSpec()  # a stated latency overrides a measured latency
+    network = cluster.network or NetworkSpec()  # a latency that the cluster states overrides a measured one
     return replace(k, net_us=network.port_us or k.net_us, link_us=network.link_us or k.link_us), machine
 
 
 def measured_port(cluster: ClusterSpec) -> float | None:
-    """The reference rate of a port in GB/s for measured shares, if the profile spans nodes.
+    """Return the port rate in GB/s that is the reference of the profile's network measurements.
 
-    Emulated nodes have this bandwidth unless the cluster states another.
+    The result is None if the profile is of one node.
+
+    Emulated nodes have this bandwidth, unless the cluster states another one.
     """
     profile = _profile_of(cluster.profile) if cluster.profile else None
     return reference_chip(profile).nic / 1e9 if profile and profile.nodes > 1 else None
 
 
 def cpu_constants(k: Constants) -> Constants:
-    """Constants of CPU ranks: compute and launches share the processor, so host time and fixed step cost are 0."""
+    """Return the constants of CPU ranks.
+
+    Host time and the fixed time of a step are 0, because computing and launching share one processor. Shares are 1,
+    because the rates of a CPU are guessed or measured and have no datasheet.
+    """
     zero = 0.0
     return replace(
         k,
@@ -190,6 +227,11 @@ def cpu_constants(k: Constants) -> Constants:
 
 
 def _chips(cluster: ClusterSpec, number_format: str) -> list[Chip]:
+    """Return the different chips of the cluster: first `cluster.gpu`, unless groups contain all nodes; then those of
+    the groups.
+
+    Raises BadInput as `machine_of` does.
+    """
     if sum(group.nodes for group in cluster.groups) > cluster.nodes:
         raise BadInput(
             f"cluster.groups: they have more nodes than cluster.nodes = {cluster.nodes}; cluster.nodes counts all nodes"
@@ -207,6 +249,7 @@ def _chips(cluster: ClusterSpec, number_format: str) -> list[Chip]:
 
 
 def _chip(cluster: ClusterSpec, name: str) -> Chip:
+    """Return the chip with this name. Raises BadInput if nothing is known about it."""
     chip = chip_of(cluster) if name == cluster.gpu else CHIPS.get(name)
     if chip is None:
         raise BadInput(
@@ -217,7 +260,10 @@ def _chip(cluster: ClusterSpec, name: str) -> Chip:
 
 
 def _half_peak(chip: Chip, number_format: str) -> float:
-    """Peak rate of attention and head: in 16 bit if matmuls are narrower, else in the format of the matmuls."""
+    """Return the peak in FLOP/s of attention and head.
+
+    They compute in the format of the matmuls, but not narrower than 16 bits.
+    """
     if number_format in ("fp32", "fp64"):
         return chip.peak_flops[number_format]
     return chip.half_peak

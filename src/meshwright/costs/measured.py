@@ -1,7 +1,8 @@
-"""Fits the cost model's constants to a machine's profile: a least-squares fit of each formula to its measurements.
+"""Fits the cost model's constants to the measurements in a machine's profile, each formula by least squares.
 
-Shares are relative to the chip table's figures, or for a device that is not in the table to the best measured rate. If the
-run file states another bandwidth than the table, for example to predict twice the link speed, the measured share applies to that.
+A measured share is relative to the figure in the chip table. For a device that is not in the table, it is relative to
+the best measured rate. If the run file states another bandwidth than the table, for example to predict links of twice
+the speed, the measured share applies to the stated bandwidth.
 """
 
 from __future__ import annotations
@@ -25,20 +26,26 @@ from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfil
 from meshwright.workload.model_shape import computed_span
 
 RATE_OF_UNMEASURED_FORMAT = {"fp64": ("fp32", 0.5), "bf16": ("fp32", 1.0), "fp16": ("bf16", 1.0)}
-"""Unmeasured format → (measured format, rate relative to it)."""
+"""Number format without a measurement → (the format whose measured rate represents it, factor on that rate)."""
 DEFAULTS = ("slow", "start_us", "link_us", "attention", "flex", "flash")
-"""Constants that a fit keeps, or to which it is relative, if the profile does not measure them."""
+"""Names of constants that a fit needs if the profile does not measure them.
+
+A fit either keeps such a constant, or states another constant relative to it.
+"""
 RING_OPERATIONS = ("all_gather", "reduce_scatter")
-"""Operations to which link constants are fitted: those of sharded training."""
+"""Collectives to which the constants of links are fitted: the two that sharded training uses most."""
 
 
 @dataclass(frozen=True)
 class MeasuredFit:
-    """Constants fitted to measurements of one type, the number of measurements, and the root mean square of relative errors."""
+    """Constants that were fitted to the measurements of one kind, for example of matmuls."""
 
     values: dict[str, float]
+    """Fitted values by name of the constant."""
     count: int
+    """Number of measurements; 0 if a constant was only corrected."""
     residual: float
+    """Root mean square of the relative errors: 0.03 if the formula is typically 3% wrong."""
 
     def __str__(self) -> str:
         if self.count < 2:
@@ -49,10 +56,10 @@ class MeasuredFit:
 def with_profile(
     k: Constants, machine: Machine, profile: MachineProfile, number_format: str = "bf16"
 ) -> tuple[Constants, Machine, dict[str, str]]:
-    """Constants and machine with the profile's values, and the source of each replaced constant.
+    """Return constants and machine with the values of the profile, and the source of each replaced constant as text.
 
-    Values without a measurement do not change. `number_format` is the plan's; if it was not measured, the share of the nearest
-    measured format applies.
+    Constants without a measurement do not change. `number_format` is the format of the plan's matmuls. If it was not
+    measured, the share of another measured format applies (`_measured_format`).
     """
     fitted = fits(k, profile, number_format)
     values = {name: value for fit in fitted.values() for name, value in fit.values.items()}
@@ -65,13 +72,13 @@ def with_profile(
 
 
 def fits(k: Constants, profile: MachineProfile, number_format: str = "bf16") -> dict[str, MeasuredFit]:
-    """Fits by type of measurement; types without measurements are absent."""
+    """Return the fits by kind of measurement ("matmuls", "network", …). Kinds without measurements are absent."""
     return _fits(profile, number_format, tuple(_number(getattr(k, name)) for name in DEFAULTS))
 
 
 @lru_cache(maxsize=64)
 def _fits(profile: MachineProfile, number_format: str, defaults: tuple[float, ...]) -> dict[str, MeasuredFit]:
-    """`fits`, where `defaults` are the constants of `DEFAULTS`, in their order."""
+    """Return `fits`; `defaults` are the values of the constants named in `DEFAULTS`, in that order."""
     slow, start_us, link_us, *attention_rates = defaults
     chip = reference_chip(profile)
     measured_format = _measured_format(profile, number_format)
@@ -91,20 +98,24 @@ def _fits(profile: MachineProfile, number_format: str, defaults: tuple[float, ..
     fitted |= _fit_overlap(profile)
     if profile.host_links:
         all_devices = max(profile.host_links, key=lambda entry: entry.devices)
-        # The measured rate is that of a device while all devices copy; the constant is the rate of a device alone.
+        # The profile measures a device's rate while all devices of the node copy. The constant is the rate of a
+        # device that copies alone.
         rate = min(all_devices.to_host, all_devices.to_device) / float(host_share(all_devices.devices))
         fitted["host link"] = MeasuredFit({"host": rate}, 1, 0.0)
     return fitted
 
 
 def reference_chip(profile: MachineProfile) -> Chip:
-    """The chip whose rates are the reference of measured shares."""
+    """Return the chip to whose rates the measured shares of this profile are relative."""
     chip = CHIPS.get(profile.gpu) or chip_of_profile(profile)
     return replace(chip, link=profile.link_bytes_per_s or chip.link, nic=profile.port_bytes_per_s or chip.nic)
 
 
 def chip_of_profile(profile: MachineProfile) -> Chip:
-    """A chip with the best measured rates as peaks, for a device that is not in the chip table."""
+    """Return a chip whose peaks are the best measured rates, for a device that is not in the chip table.
+
+    Rates that were not measured are those of `guessed_processor`.
+    """
     peaks: dict[str, float] = {}
     for entry in profile.products:
         rate = 2.0 * entry.m * entry.k * entry.n / min(entry.seconds, entry.burst_seconds)
@@ -130,7 +141,10 @@ def chip_of_profile(profile: MachineProfile) -> Chip:
 
 
 def guessed_processor(cores: int) -> Chip:
-    """An unmeasured CPU rank with `cores` cores: guessed round rates, which suffice to compare plans."""
+    """Return the chip of a CPU rank with `cores` cores that was not measured.
+
+    Its round rates are guesses, good enough to compare plans.
+    """
     rate = 40e9 * max(1, cores)
     return Chip(
         "cpu",
@@ -147,7 +161,10 @@ def guessed_processor(cores: int) -> Chip:
 
 
 def guessed_device(name: str, memory_bytes: int) -> Chip:
-    """An unknown device with the given memory: guessed round rates of a PCIe card, which suffice to compare plans."""
+    """Return the chip of an unknown device with `memory_bytes` of memory.
+
+    Its round rates are guesses for a PCIe card, good enough to compare plans.
+    """
     return Chip(
         name,
         "unknown",
@@ -160,12 +177,18 @@ def guessed_device(name: str, memory_bytes: int) -> Chip:
 
 
 def correction(profile: MachineProfile) -> float:
-    """Measured device time relative to the profile's prediction: median over the runs that were fed back, 1 without any."""
+    """Return the measured device time relative to the profile's prediction: the median over all runs that were fed
+    back, or 1 if there are none.
+    """
     return float(np.median([entry.factor for entry in profile.corrections])) if profile.corrections else 1.0
 
 
 def _measured_format(profile: MachineProfile, number_format: str) -> str:
-    """`number_format` if it was measured, else the measured format that represents it; fp8 is fitted separately."""
+    """Return the measured format whose share applies to `number_format`: itself if it was measured, else bf16, else the
+    first measured format.
+
+    fp8 does not represent other formats; it has a fit of its own (`_fit_fp8_matmuls`).
+    """
     measured = list(dict.fromkeys(entry.format for entry in profile.products if entry.format != "fp8"))
     if not measured or number_format in measured:
         return number_format
@@ -173,7 +196,10 @@ def _measured_format(profile: MachineProfile, number_format: str) -> str:
 
 
 def _fit_matmuls(entries: Sequence[MatmulTime], chip: Chip, peak: float, profile: MachineProfile) -> MeasuredFit:
-    """Fits `gemm` and `narrow`: seconds × peak ÷ FLOPs = 1/gemm + narrow/gemm × the sum of the dimensions' inverses."""
+    """Fit `gemm` and `narrow` to matmuls (m, k) × (k, n).
+
+    The formula is linear in 1/gemm and narrow/gemm: seconds × peak ÷ FLOPs = 1/gemm + narrow/gemm × (1/m + 1/k + 1/n).
+    """
     relative = np.array([entry.seconds * peak / _flops_in_waves(entry, chip) for entry in entries])
     inverses = np.array([1 / entry.m + 1 / entry.k + 1 / entry.n for entry in entries])
     (constant, slope), residual = _nonnegative_fit(np.stack([np.ones_like(inverses), inverses], axis=1), relative)
@@ -182,7 +208,7 @@ def _fit_matmuls(entries: Sequence[MatmulTime], chip: Chip, peak: float, profile
 
 
 def _fit_fp8_matmuls(entries: Sequence[MatmulTime], chip: Chip, gemm: float, narrow: float) -> MeasuredFit:
-    """Fits `gemm_low`, with `narrow` from the wider format."""
+    """Fit `gemm_low` to fp8 matmuls, with `gemm` and `narrow` from the wider format."""
     relative = np.array([entry.seconds * chip.peak_flops["fp8"] / _flops_in_waves(entry, chip) for entry in entries])
     factor = np.array([1 + narrow * (1 / entry.m + 1 / entry.k + 1 / entry.n) for entry in entries])
     (constant,), residual = _nonnegative_fit(factor[:, None], relative)
@@ -190,16 +216,20 @@ def _fit_fp8_matmuls(entries: Sequence[MatmulTime], chip: Chip, gemm: float, nar
 
 
 def _flops_in_waves(entry: MatmulTime, chip: Chip) -> float:
-    """FLOPs of a matmul rounded up to whole waves of tiles, as in the cost model."""
+    """Return the FLOPs of a matmul whose result is rounded up to whole waves of tiles, as in the cost model
+    (`costs.compute`).
+    """
     return 2.0 * entry.k * float(elements_in_waves(entry.m, entry.n, chip.multiprocessors))
 
 
 def _fit_attention(
     entries: Sequence[AttentionTime], peak: float, attention: float, flex: float, flash: float
 ) -> MeasuredFit:
-    """Fits rates of attention to forward and backward together: by kernel (`_kernel`), each also for wide heads.
+    """Fit the rates of attention, for each kernel (`_kernel`) and separately for wide heads, to forward and backward
+    together.
 
-    `attention`, `flex` and `flash` are the defaults of rates to which others are relative, where no entry measures them.
+    `attention`, `flex` and `flash` are the default rates. If the profile does not measure the rate to which another is
+    relative, the default takes its place.
     """
     values = dict[str, float]()
     squares = 0.0
@@ -209,7 +239,8 @@ def _fit_attention(
         if of_kernel and kernel != "attention":
             ratios = np.array([entry.backward_seconds / entry.forward_seconds for entry in of_kernel])
             values[f"{kernel}_backward"] = ratio = float(np.exp(np.mean(np.log(ratios))))
-        # Other kernels' rates are relative to that of attention without a window, and those of wide heads to that of narrow ones.
+        # The rates of flex attention and FlashAttention are relative to the rate of attention without a window. A
+        # rate of wide heads is relative to the rate of the same kernel with narrow heads.
         base = 1.0 if kernel == "attention" else values.get("attention", attention)
         for name, group in (
             (kernel, [entry for entry in of_kernel if entry.head_dim <= WIDE_HEAD]),
@@ -226,18 +257,26 @@ def _fit_attention(
 
 
 def _kernel(entry: AttentionTime) -> str:
-    """The constant of the rate of the kernel that training uses: of a window that of flex attention or FlashAttention."""
+    """Return the name of the constant with the rate of the kernel that training uses for this measurement.
+
+    Without a window: "attention". With a window: "flash" if FlashAttention computes it (`window_by_flash`), otherwise
+    "flex".
+    """
     if not entry.window or not _has_window(entry):
         return "attention"
     return "flash" if window_by_flash(entry.head_dim, entry.window, None, entry.format) else "flex"
 
 
 def _has_window(entry: AttentionTime) -> bool:
+    """Return whether the window is shorter than the sequence, so that it leaves out some scores."""
     return entry.window is not None and entry.window < entry.seq
 
 
 def _ideal_forward(entry: AttentionTime, peak: float) -> float:
-    """Seconds of attention's forward at the peak: its computed scores, with the cost model's factor for small heads."""
+    """Return the seconds of attention's forward at the peak rate, for the scores that are computed.
+
+    Small heads take longer by the factor of the cost model (`SMALL_HEAD`).
+    """
     span = entry.span
     if entry.window and _has_window(entry):
         span = computed_span(entry.window, entry.seq) + QUERY_BLOCK_KEYS
@@ -246,7 +285,9 @@ def _ideal_forward(entry: AttentionTime, peak: float) -> float:
 
 
 def _fit_memory(profile: MachineProfile, chip: Chip) -> dict[str, MeasuredFit]:
-    """Fits `hbm`, and `update`: bytes that memory moves while the optimizer updates one parameter."""
+    """Fit `hbm`, and also `update`: the bytes that device memory could move in the time in which the optimizer updates
+    one parameter.
+    """
     if profile.pass_bytes_per_s is None:
         return {}
     fitted = {"device memory": MeasuredFit({"hbm": profile.pass_bytes_per_s / chip.hbm}, 1, 0.0)}
@@ -256,9 +297,9 @@ def _fit_memory(profile: MachineProfile, chip: Chip) -> dict[str, MeasuredFit]:
 
 
 def _fit_links(profile: MachineProfile, chip: Chip, start: float, link: float) -> dict[str, MeasuredFit]:
-    """Fits latency and bandwidth of rings inside a node, then across nodes with the former known.
+    """Fit latency and bandwidth of rings inside a node, then of rings across nodes with the values inside a node fixed.
 
-    `start` and `link` are the default latencies in seconds.
+    `start` and `link` are default latencies in seconds: of starting a collective, and of a step inside a node.
     """
     inside = [entry for entry in profile.collectives if entry.nodes == 1 and entry.op in RING_OPERATIONS]
     across = [entry for entry in profile.collectives if entry.nodes > 1 and entry.op in RING_OPERATIONS]
@@ -278,7 +319,13 @@ def _fit_links(profile: MachineProfile, chip: Chip, start: float, link: float) -
 
 
 def _fit_node_links(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> MeasuredFit:
-    """Fits `link`, `start_us` and `link_us`; if all groups have one size, the latencies keep the defaults' ratio."""
+    """Fit `link`, `start_us` and `link_us` to collectives inside a node.
+
+    `reference` is the bandwidth to which `link` is relative, in bytes/s.
+
+    Groups of one size cannot tell `start_us` from `link_us`. Then both are the defaults, multiplied by one fitted
+    factor.
+    """
     seconds = np.array([entry.seconds for entry in entries])
     wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes for entry in entries])
     hops = np.array([entry.ranks - 1.0 for entry in entries])
@@ -298,10 +345,15 @@ def _fit_node_links(entries: Sequence[CollectiveTime], reference: float, start: 
 
 
 def _fit_network(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> MeasuredFit:
-    """Fits `net`, the share of its members' ports that a ring across nodes reaches, and `net_us`, the latency of a step."""
+    """Fit `net` and `net_us` to collectives across nodes.
+
+    `net` is the share of its ranks' ports that a ring across nodes reaches; `reference` is the bandwidth of a port in
+    bytes/s. `net_us` is the latency of a step between nodes. `start` and `link` are known latencies in seconds.
+    """
     inside_seconds = np.array([start + (entry.ranks - entry.nodes) * link for entry in entries])
     seconds = np.array([entry.seconds for entry in entries])
-    # The steps inside nodes may be priced above the measured total: at least a tenth of it counts for the network.
+    # The formula may predict more seconds for the steps inside nodes than the whole collective took. So at least a
+    # tenth of the measured time counts as network time.
     network = np.maximum(seconds - inside_seconds, seconds / 10)
     wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes / (entry.ranks / entry.nodes) for entry in entries])
     hops = np.array([entry.nodes - 1.0 for entry in entries])
@@ -314,20 +366,21 @@ def _fit_network(entries: Sequence[CollectiveTime], reference: float, start: flo
 def _fit_all_reduce(
     entries: Sequence[CollectiveTime], rate: float, net: float, start: float, link: float
 ) -> MeasuredFit:
-    """Fits `net_sum`, the bandwidth of all-reduces relative to gathers. `rate` is a port's in gathers, in bytes/s.
+    """Fit `net_sum`, the bandwidth of all-reduces across nodes relative to gathers.
 
-    `net`, `start` and `link` are latencies in seconds: a step across nodes, a collective, a step inside a node.
+    `rate` is the bandwidth of a port in gathers, in bytes/s. The latencies are in seconds: `net` of a step across
+    nodes, `start` of starting a collective, and `link` of a step inside a node.
     """
     ring = np.array([2 * (start + (entry.ranks - entry.nodes) * link + (entry.nodes - 1) * net) for entry in entries])
     tree = np.array(
         [2 * (log2(entry.ranks / entry.nodes) * link + log2(entry.nodes) * net) + start for entry in entries]
     )
-    latency = np.minimum(ring, tree)  # as in costs.collective_costs
+    latency = np.minimum(ring, tree)  # the same formula as in costs.collective_costs.all_reduce
     seconds = np.array([entry.seconds for entry in entries])
     wire = np.array(
         [2 * (entry.ranks - 1) / entry.ranks * entry.bytes / (entry.ranks / entry.nodes) / rate for entry in entries]
     )
-    large = wire > seconds / 2  # latency dominates smaller sums
+    large = wire > seconds / 2  # Latency dominates smaller all-reduces, so the fit leaves them out.
     large[np.argmax(wire)] = True
     network = np.maximum(seconds - latency, seconds / 10)[large]
     (relative_cost,), residual = _nonnegative_fit(wire[large][:, None], network, scale=seconds[large])
@@ -335,7 +388,11 @@ def _fit_all_reduce(
 
 
 def _fit_overlap(profile: MachineProfile) -> dict[str, MeasuredFit]:
-    """Fits the slow-down of compute per second of communication beside it, inside a node and across nodes."""
+    """Fit the slow-down of compute per second of communication that overlaps with it, once inside a node and once
+    across nodes.
+
+    Example: compute takes 10 ms alone and 11 ms while a collective of 4 ms runs. The slow-down is (11 - 10) / 4 = 0.25.
+    """
     fitted: dict[str, MeasuredFit] = {}
     for name, constant, crosses in (("overlap", "overlap_tax", False), ("overlap across nodes", "net_tax", True)):
         entries = [
@@ -352,7 +409,11 @@ def _fit_overlap(profile: MachineProfile) -> dict[str, MeasuredFit]:
 
 
 def _best_ring_rate(profile: MachineProfile, *, across_nodes: bool) -> float | None:
-    """The highest measured rate of a ring in bytes/s: through a rank's link inside a node, or through its port across nodes."""
+    """Return the highest measured bytes/s of a ring; None without measurements.
+
+    Inside a node it is the rate through the link of a rank. Across nodes it is the rate through the port of a rank: the
+    ranks of a node share what crosses the network.
+    """
     entries = [
         entry for entry in profile.collectives if (entry.nodes > 1) == across_nodes and entry.op in RING_OPERATIONS
     ]
@@ -366,9 +427,14 @@ def _best_ring_rate(profile: MachineProfile, *, across_nodes: bool) -> float | N
 def _nonnegative_fit(
     columns: NDArray[np.float64], seconds: NDArray[np.float64], scale: NDArray[np.float64] | None = None
 ) -> tuple[list[float], float]:
-    """Non-negative coefficients of the columns with the least squared relative error, and the root mean square of the errors.
+    """Return the non-negative coefficients with the least squared relative error, and the root mean square of the
+    relative errors.
 
-    The fit tries every subset of at most three columns, with zero for the others. The first column is in every subset.
+    `columns` has shape (measurements, n) with n at most 3; `seconds` has shape (measurements,). The prediction is
+    `columns @ coefficients`. An error is relative to `scale`, by default to `seconds`.
+
+    The first coefficient is positive. The function tries to set every subset of the other coefficients to zero, and
+    solves for the rest.
     """
     weights = 1 / (seconds if scale is None else scale)
     target = seconds * weights
@@ -395,4 +461,5 @@ def _root_mean_square(errors: NDArray[np.float64]) -> float:
 
 
 def _number(value: object) -> float:
+    """Return a number, or the first element of an array, as a float."""
     return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])

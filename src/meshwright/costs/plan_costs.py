@@ -1,8 +1,11 @@
 """Step time of a Plan, from the closed-form cost model.
 
-Constants and band are those of this program's own engine (costs/own.yaml), fitted to its runs on H200; on other generations they
-are a guess (docs/design/cost-model.md). If layers have different strategies, `plan_time` is the mean over layers. A pipeline's fill
-time is 1F1B's times a factor of the schedule; `simulator.step_simulation` simulates the schedule unit by unit.
+The constants and the uncertainty band are those of this program's own engine (costs/own.yaml). They were fitted to runs
+on H200; for other GPU generations they are a guess (docs/design/cost-model.md).
+
+Two things are approximate here. If layers have different strategies, the step time is a mean over layers. The time to
+fill a pipeline is that of 1F1B times a factor of the schedule. `simulator.step_simulation` instead simulates the
+schedule operation by operation.
 """
 
 from __future__ import annotations
@@ -48,45 +51,51 @@ from meshwright.workload.layouts import Layouts, layout_of, strategy_columns
 from meshwright.workload.model_shape import Shape, shape_of
 
 STACK = OWN
-"""The stack whose constants price a plan."""
+"""The software stack whose constants predict the time of a plan."""
 LOOPBACK_GB_PER_S = 19.8
-LOOPBACK_PORT_GB_PER_S = 9.9
-"""Bandwidth of an emulated node if the cluster gives none, in total and per rank.
+"""Bandwidth of all ranks of an emulated node together, in GB/s, if neither cluster nor profile states it.
 
-NCCL's all-reduces over loopback between nodes of one and of two H200s (benchmarks/fit_own.py).
+Measured: NCCL's all-reduces over loopback between emulated nodes of one and of two H200s (benchmarks/fit_own.py).
 """
+LOOPBACK_PORT_GB_PER_S = 9.9
+"""Highest bandwidth of one rank of an emulated node, in GB/s, from the same measurements."""
 MEASURED_AXES = ("pipeline", "replicate", "shard")
-"""Axes in this program's own runs, all on one host, which may emulate several nodes."""
+"""Axes that this program's own runs had. All of these runs were on one host, which may have emulated several nodes."""
 
 
 @dataclass(frozen=True)
 class PlanTime:
-    """Seconds of one step, the ends of their 80% band, and seconds by cause."""
+    """Predicted time of one step."""
 
     seconds: float
+    """Seconds of one step."""
     low: float
+    """Lower end of the 80% band, in seconds."""
     high: float
+    """Upper end of the 80% band, in seconds."""
     breakdown: dict[str, float]
+    """Seconds by cause: "compute", "optimizer", "host", "bubble", "exposed shard", …"""
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """Inputs of the cost model for one plan, with matmuls in the format of most of its blocks."""
+    """Inputs of the cost model for one plan, with matmuls in the number format that most of the plan's blocks have."""
 
     shape: Shape
     machine: Machine
+    """The slowest devices and links of the cluster."""
     layout: Layouts
     constants: Constants
     other_formats: Mapping[Linear, Pricing] = field(default_factory=dict)
-    """Inputs for the other blocks, by the format of their linear layers."""
+    """Inputs for the blocks with other number formats, by the format of their linear layers."""
 
     def for_format(self, linear: Linear) -> Pricing:
-        """The inputs for blocks whose linear layers have this format."""
+        """Return the inputs for blocks whose linear layers have this format."""
         return self.other_formats.get(linear, self)
 
 
 def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> PlanTime | None:
-    """Seconds of one step of `plan` on `cluster`; None for an unknown chip or format.
+    """Return the predicted time of one step of `plan` on `cluster`; None for an unknown chip or number format.
 
     Raises BadInput if the node groups contradict the cluster.
     """
@@ -109,15 +118,16 @@ def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
 
 
 def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Pricing | None:
-    """The cost model's inputs for `plan`; None for an unknown chip or format.
+    """Return the cost model's inputs for `plan`; None for an unknown chip or number format.
 
-    On heterogeneous nodes they are those of the slowest pipeline rank; `simulator.slow_nodes` computes each rank's. Raises
-    BadInput if the node groups contradict the cluster.
+    If nodes differ, the inputs are those of the slowest pipeline rank; `simulator.slow_nodes` computes the inputs of
+    each rank. Raises BadInput if the node groups contradict the cluster.
     """
     compute = plan.precision.compute
     cluster = as_nodes(cluster)
     if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
-        machine_of(cluster, matmul_dtype(plan.precision, cluster))  # raises if the groups are invalid
+        # called for its check: it raises BadInput if the groups are invalid
+        machine_of(cluster, matmul_dtype(plan.precision, cluster))
         cluster = slowest_rank_cluster(cluster, Layout.of(plan, cluster.gpus_per_node))
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
@@ -141,13 +151,13 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     return replace(pricing_for(most_frequent), other_formats={linear: pricing_for(linear) for linear in other_formats})
 
 
-@lru_cache(maxsize=64)  # its cost grows with the number of nodes
+@lru_cache(maxsize=64)  # cached, because its cost grows with the number of nodes
 def _cached_machine(cluster: ClusterSpec, matmul_format: str) -> Machine:
     return machine_of(cluster, matmul_format)
 
 
 def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
-    """Formats of the blocks' linear layers, the most frequent first."""
+    """Return the number formats of the blocks' linear layers, the most frequent first."""
     default_format = plan.precision.linear
     if all(layer.linear is None for layer in plan.layers):
         return [default_format]
@@ -160,12 +170,19 @@ def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
 
 
 def matmul_dtype(precision: Precision, cluster: ClusterSpec) -> str:
-    """Format that prices the blocks' matmuls; a CPU emulates fp8 in its compute dtype."""
+    """Return the number format whose rate applies to the blocks' matmuls.
+
+    A CPU emulates fp8, so its rate is that of the compute dtype.
+    """
     return precision.compute if cluster.is_cpu else precision.matmuls
 
 
 def as_nodes(cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with an emulating host replaced by the emulated nodes, connected by TCP."""
+    """Return a cluster in which the emulated nodes of a host are nodes of their own, connected by TCP.
+
+    Example: one host with 8 GPUs and `emulate_nodes` 2 becomes 2 nodes of 4 GPUs. A cluster without emulated nodes is
+    returned as it is.
+    """
     if cluster.emulate_nodes == 1:
         return cluster
     network = cluster.network or NetworkSpec()
@@ -181,16 +198,27 @@ def as_nodes(cluster: ClusterSpec) -> ClusterSpec:
 
 
 def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float]:
-    """The 80% band of a predicted step time in seconds; it is narrow only if own runs are similar to `plan`."""
+    """Return the lower and the upper end of the 80% band in seconds, around a predicted step time of `seconds`.
+
+    The band is narrow only if this program's own runs are similar to `plan`.
+    """
     (low, high), _ = band_and_source(cluster, plan)
     return seconds * float(np.exp(low)), seconds * float(np.exp(high))
 
 
 def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
-    """Logarithms of the ends of the 80% band, and the source of the band.
+    """Return the 80% band of `plan` on `cluster`, and a text that says where the band comes from.
 
-    Without similar own runs the band is that of published runs of the plan's class that were excluded from the fit; other software counts
-    as measured where own runs exist on the generation. A device without fitted runs may be off by a factor of three.
+    The band is (ln of low ÷ predicted, ln of high ÷ predicted).
+
+    | case | band |
+    | --- | --- |
+    | device not in the chip table | set by hand (`hand_set_band`): rates may be wrong by a factor of three |
+    | few fitted runs on the generation | set by hand |
+    | own runs with the same features, or a profile | from the errors of own runs |
+    | otherwise | published runs of the plan's class that were left out of the fit |
+
+    In the last case, the software counts as "measured" if own runs exist on the generation, otherwise as "related".
     """
     if (hand_set := hand_set_band(cluster)) is not None:
         return hand_set, "set by hand: the device is in no table"
@@ -217,11 +245,15 @@ def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, floa
 
 
 def symmetric_band(width: float) -> tuple[float, float]:
+    """Return the band (-width, width)."""
     return -width, width
 
 
 def missing_features(cluster: ClusterSpec, plan: Plan) -> list[str]:
-    """Features of `plan` that none of this program's own runs has."""
+    """Return the features of `plan` and `cluster` that none of this program's own runs has.
+
+    They are phrases such as "tensor ranks".
+    """
     features = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
     if experts_over(plan) > 1:
         features.append("expert ranks")
@@ -236,12 +268,16 @@ def missing_features(cluster: ClusterSpec, plan: Plan) -> list[str]:
 
 
 def number(value: object) -> float:
-    """A cost as a float, from a number or an array with one element."""
+    """Return a cost as a float; `value` is a number or an array with one element."""
     return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
 
 
 def mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, memory_share: float) -> StepCost:
-    """The cost of a step; if layer strategies differ, the mean over layers of the step with all layers like that layer."""
+    """Return the cost of a step. If layer strategies differ, it is a mean over layers.
+
+    For each layer, the cost of a step is computed in which all layers have that layer's strategy. `memory_share` is the
+    share of device memory that the plan needs.
+    """
     layers_by_strategy = Counter(replace(strategy, range="all") for strategy in plan.strategies(model.layers))
     offloaded = sum(count for layer, count in layers_by_strategy.items() if layer.activations_offloaded) / model.layers
     costs = [
@@ -262,6 +298,9 @@ def mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, m
 
 
 def _uniform_cost(priced: Pricing, layer: LayerStrategy, memory_share: float, offloaded: float) -> StepCost:
-    """The step's cost if all layers were like `layer`; the share `offloaded` of all layers offloads activations."""
+    """Return the cost of a step if all layers had the strategy `layer`.
+
+    `offloaded` is the share of all layers that offload activations.
+    """
     layout = replace(priced.layout, **strategy_columns(layer, offloaded))
     return step_cost(priced.shape, priced.machine, layout, priced.constants, memory_share)

@@ -1,7 +1,11 @@
-"""Constants of the engine's step time on devices without a measured profile.
+"""Constants of the inference engine's step time on devices without a measured profile.
 
-Shares and times are fitted to this engine on one H200 with Llama-3-8B (benchmarks/results, `engine-H200` and `arrivals-H200`), those of
-experts with Qwen3-30B-A3B (`serve-moe-H200`, `moe-decode-H200`). On other devices they are a guess.
+Shares and times were fitted to this engine with Llama-3-8B on one H200 (benchmarks/results, `engine-H200` and
+`arrivals-H200`). The constants of experts were fitted with Qwen3-30B-A3B (`serve-moe-H200`, `moe-decode-H200`). On
+other devices they are a guess.
+
+"Rounded" means weights, or keys and values, in 8 or 4 bits. The shares were measured in fp8; other narrow formats are
+assumed to have the same shares.
 """
 
 from __future__ import annotations
@@ -12,29 +16,45 @@ from meshwright.spec.deployment import PricedFormat
 from meshwright.spec.serve_profile import StepConstants
 
 WEIGHTS_SHARE = 0.71
+"""Share of the memory bandwidth with which a step reads weights in 16 bits."""
 ROUNDED_WEIGHTS_SHARE = 0.59
-"""Share of the memory bandwidth with which a step reads weights in 16 bits, and in fp8; other formats are taken to be as fp8."""
+"""Share of the memory bandwidth with which a step reads rounded weights."""
 EXPERTS_SHARE = 0.88
+"""As `WEIGHTS_SHARE`, for routed experts. A step reads each expert that gets at least one token once."""
 ROUNDED_EXPERTS_SHARE = 0.80
-"""The same shares for routed experts, whose kernels read those with a token once."""
+"""As `ROUNDED_WEIGHTS_SHARE`, for routed experts."""
 ROUTED_SECONDS = 22e-6
+"""Seconds of a layer with routed experts in addition to reading their weights: eleven kernels run one after another."""
 ROUNDED_ROUTED_SECONDS = 27e-6
-"""Time of a layer with routed experts beside that of its bytes: eleven kernels follow one another, some longer where they round to fp8."""
+"""As `ROUTED_SECONDS`, for rounded experts: some of the kernels take longer, because they round to fp8."""
 MATMULS_SHARE = 0.63
+"""Share of the peak that matmuls with weights in 16 bits reach."""
 ROUNDED_MATMULS_SHARE = 0.55
-"""Share of the peak that matmuls with weights in 16 bits and in fp8 reach; other formats are taken to be as fp8."""
+"""Share of the peak that matmuls with rounded weights reach."""
 CACHE_SHARE = 0.95
+"""Share of the memory bandwidth with which decodes read keys and values in 16 bits."""
 ROUNDED_CACHE_SHARE = 0.60
-"""Shares of the memory bandwidth with which decodes read keys and values in 16 bits, and in fp8, which each program converts."""
+"""Share of the memory bandwidth with which decodes read rounded keys and values, which the attention kernel converts.
+"""
 ATTENTION_SHARE = 0.55
 """Share of the peak that the attention of prompts reaches."""
 TEXT_BYTES_PER_S = 3e10
-"""Rate at which one program of a decode reads keys and values, where a profile says how many there are."""
+"""Bytes/s at which one program of the attention kernel reads keys and values.
+
+It counts only if a profile states the number of programs.
+"""
 DECODE_SECONDS = 0.3e-3
+"""`StepConstants.decode_seconds` of an H200."""
 PROMPT_SECONDS = 7e-3
+"""`StepConstants.prompt_seconds` of an H200.
+
+A step with prompts is launched as several CUDA graphs, while the device may still compute decodes
+(`serve-prediction-H200`).
+"""
 SEQUENCE_SECONDS = 7e-6
+"""`StepConstants.sequence_seconds` of an H200."""
 CHUNK_SECONDS = 50e-6
-"""`StepConstants` of these names. Prompts are launched in pieces of graphs, beside decodes (`serve-prediction-H200`)."""
+"""`StepConstants.chunk_seconds` of an H200."""
 
 
 def usual_constants(
@@ -44,10 +64,11 @@ def usual_constants(
     expert_peak: float = 0.0,
     kv_cache: PricedFormat | None = None,
 ) -> StepConstants:
-    """Constants of a device by its datasheet; `machine` has the rates of matmuls with `weights`, `expert_peak` is that
-    with experts.
+    """Return the constants of a device from its datasheet.
 
-    An `expert_peak` of 0 stands for that of the other matmuls.
+    `machine` has the rates of the device, with the peak of matmuls in the format `weights`. `expert_peak` is the peak
+    in FLOP/s of matmuls in the format `experts`; 0 means that experts have the peak of the other matmuls. `kv_cache` is
+    the format of cached keys and values. A format of None is bf16.
     """
     memory = number(machine.hbm)
     peak = number(machine.peak)

@@ -1,4 +1,4 @@
-"""Fits the constants of the engine's step time to measured steps."""
+"""Fits the constants of the inference engine's step time to measured steps."""
 
 from __future__ import annotations
 
@@ -24,28 +24,44 @@ FITTED = (
     "sequence_seconds",
     "chunk_seconds",
 )
+"""Constants of `StepConstants` that are fitted if the number of GPU programs per decode is unknown."""
 FITTED_WITH_PROGRAMS = (*FITTED, "text_bytes_per_s")
-"""Constants that are fitted where the programs of decodes are known."""
+"""Constants that are fitted if that number is known (`StepConstants.decode_programs`)."""
 LEAST_SECONDS = 1e-9
-"""A fixed time of a fit is at least this, as its logarithm is fitted."""
+"""The least value of a fixed time, because the fit needs its logarithm."""
 PRIOR_WEIGHT = 0.02
-"""Weight of a constant's logarithmic distance from its start beside relative errors: it decides what no step does."""
+"""Weight of a constant's distance from its start value (difference of logarithms), relative to the weight of a step's
+relative error.
+
+It decides the value of constants that no measured step depends on.
+"""
 ROUNDS = 40
+"""Largest number of iterations of the fit, and of attempts to find a shorter step in one iteration."""
 DAMPING = 1e-3
+"""First damping factor of the Levenberg-Marquardt method."""
 
 
 class ServeFit(NamedTuple):
-    """Constants, and the median of the relative errors at each step by the constants fitted to the others."""
+    """Fitted constants and their error."""
 
     constants: StepConstants
+    """The fitted constants."""
     median_error: float
+    """Median relative error of the constants at a step that was left out of the fit; 0 if no step could be left out.
+
+    Each step is left out once: the constants are fitted to the others, and their relative error at this step counts.
+    """
 
 
 def fit_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> ServeFit:
-    """The constants with which `InstanceStepTimes` gives the measured steps of one device best, by relative error.
+    """Return the constants with which `InstanceStepTimes` predicts the measured steps of one device with the least
+    relative error.
 
-    Where launches were measured, their constants are fitted to them alone: the host's speed varies from second to second, so each step is
-    compared with the model for the launch that it had. Raises BadInput without steps of both types, with and without a prompt.
+    `work` are the sizes of the model on the device; the fit starts at `start`. If launch times were measured, the
+    constants of the launch are fitted to them alone. The host's speed varies from second to second, so the prediction
+    of a step then uses the measured launch time of that step.
+
+    Raises BadInput unless there is at least one step with a prompt and one without.
     """
     if not any(step.chunks for step in steps) or not any(not step.chunks for step in steps):
         raise BadInput("the fit needs measured steps with a prompt and without")
@@ -58,7 +74,7 @@ def fit_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTi
 
 
 def fitted_constants(work: DeviceWork, start: StepConstants, steps: Sequence[StepTime]) -> StepConstants:
-    """The constants of `fit_constants`."""
+    """Return the constants of `fit_constants`, without their error."""
     smooth = replace(start, decode_factors=(), prompt_factors=())
     first = np.log([max(getattr(smooth, name), LEAST_SECONDS) for name in _fitted_names(smooth)])
 
@@ -72,7 +88,7 @@ def fitted_constants(work: DeviceWork, start: StepConstants, steps: Sequence[Ste
     errors = _log_errors(work, constants, steps)
     without = [(step.decodes, error) for step, error in zip(steps, errors, strict=True) if not step.chunks]
     times = InstanceStepTimes(work, constants)
-    # A step that ended with its launch says nothing of the device.
+    # If the device waited for the launch, the step's time says nothing about the device's speed.
     prompts = [
         (
             times.computed_tokens(step.decodes, step.chunks),
@@ -85,7 +101,11 @@ def fitted_constants(work: DeviceWork, start: StepConstants, steps: Sequence[Ste
 
 
 def _launch_seconds(steps: Sequence[StepTime], whole_tokens: int) -> list[float]:
-    """Least squares of the launches: a constant, the time for decodes, and that for each chunk that begins a long prompt."""
+    """Return (prompt, beside, whole) seconds, fitted to the measured launches by least squares.
+
+    A launch takes `prompt` seconds, `beside` seconds more if the step also has decodes, and `whole` seconds more for
+    each chunk of at least `whole_tokens` tokens that begins a prompt.
+    """
     shapes = [[1.0, float(step.decodes > 0), whole_chunks(step.chunks, whole_tokens)] for step in steps]
     seconds = [step.launch_seconds for step in steps]
     return np.maximum(0.0, np.linalg.lstsq(np.array(shapes), np.array(seconds), rcond=None)[0]).tolist()
@@ -96,17 +116,21 @@ def _fitted_names(constants: StepConstants) -> tuple[str, ...]:
 
 
 def _with(constants: StepConstants, logs: np.ndarray) -> StepConstants:
+    """Return the constants with new values.
+
+    `logs` are the logarithms of the fitted constants, in the order of `_fitted_names`.
+    """
     return replace(constants, **dict(zip(_fitted_names(constants), np.exp(logs).tolist(), strict=True)))
 
 
 def _log_errors(work: DeviceWork, constants: StepConstants, steps: Sequence[StepTime]) -> np.ndarray:
-    """Logarithms of measured over modelled seconds."""
+    """Return ln(measured ÷ predicted seconds) of each step, shape (steps,)."""
     times = InstanceStepTimes(work, constants)
     return np.log([step.seconds / _modelled_seconds(times, step) for step in steps])
 
 
 def _modelled_seconds(times: InstanceStepTimes, step: StepTime) -> float:
-    """The model's seconds of a measured step, for the launch that it had if that was measured."""
+    """Return the predicted seconds of a step, with its measured launch time if there is one."""
     if step.launch_seconds:
         return soft_maximum(_device_seconds(times, step), step.exposed_seconds)
     return times.seconds(step.decodes, step.positions, step.chunks, step.longest)
@@ -117,7 +141,10 @@ def _device_seconds(times: InstanceStepTimes, step: StepTime) -> float:
 
 
 def _factors(errors: Sequence[tuple[int, float]]) -> tuple[StepFactor, ...]:
-    """The mean error of the steps of each size."""
+    """Return the mean factor of measured over predicted time by size.
+
+    `errors` has (size of the step in tokens, ln of the factor).
+    """
     by_size = defaultdict(list)
     for tokens, error in errors:
         by_size[tokens].append(error)
@@ -127,7 +154,11 @@ def _factors(errors: Sequence[tuple[int, float]]) -> tuple[StepFactor, ...]:
 
 
 def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
-    """A local minimum of the sum of squares, by the method of Levenberg and Marquardt with differences for derivatives."""
+    """Return a local minimum of the sum of squared `residuals`, by the Levenberg-Marquardt method with numeric
+    derivatives.
+
+    `start` has shape (parameters,), and `residuals` maps such an array to an array of shape (n,).
+    """
     point = start
     damping = DAMPING
     values = residuals(point)

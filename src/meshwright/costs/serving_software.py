@@ -1,8 +1,9 @@
-"""Constants of the step times of other servers, so that a deployment can be planned as if they ran it.
+"""Constants of the step times of other inference servers, so that a deployment can be planned as if they ran it.
 
-A step's bytes and FLOPs are `costs.serve_work`'s. Six constants of a server say how fast its steps and requests are: shares of the
-datasheet's bandwidth and peak, and times of a kernel, of a sum between devices, of a sequence in a step, and of a request.
-serving_software.yaml lists them with the measurements that they were fitted to; `make fit-serving` writes it.
+`costs.serve_work` computes the bytes and FLOPs of a step. Six constants of a server say how long its steps and requests
+take: shares of the datasheet's bandwidth and peak, and the seconds of a kernel, of an exchange between devices, of a
+sequence in a step, and of a request. serving_software.yaml lists them with the measurements to which they were fitted;
+`make fit-serving` writes it.
 """
 
 from __future__ import annotations
@@ -24,19 +25,27 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.serve_profile import StepConstants
 
 FILE = Path(__file__).with_name("serving_software.yaml")
+"""The fitted constants of all servers."""
 FOUR_BIT_SHARE = 0.7
-"""Share of the other formats' rates that matmuls with 4-bit weights reach where these are dense, as their inputs are
-scaled and rounded in each step, and where a device without matmuls of such a format converts the weights of experts.
+"""Rates with 4-bit weights, relative to the rates with other formats.
 
-With the constants of the table, the median error of a token's time at the 485 points with such weights is smallest here: 14.6% with 0.5,
-11.9% with 0.6, 10.6% with 0.7, 12.6% with 0.8, 16.7% without."""
+It applies in two cases. Dense weights: the inputs are scaled and rounded in each step. Experts on a device without
+matmuls in such a format: the weights are converted.
+
+With the constants of the table, the median error of the time per token at the 485 points with 4-bit weights is least
+here: 14.6% with a share of 0.5, 11.9% with 0.6, 10.6% with 0.7, 12.6% with 0.8, and 16.7% with 1.
+"""
 FOUR_BITS = ("nvfp4", "mxfp4", "int4")
+"""Formats with 4 bits per weight."""
 SIXTEEN_BITS = ("bf16", "fp16")
+"""Formats with 16 bits per weight."""
 LINK_SHARE = 0.7
-"""Share of the bandwidth between devices that sums reach.
+"""Share of the bandwidth between devices that all-reduces and all-to-alls reach.
 
-A usual figure of large sums. The points do not determine it: sums of decodes are short, and from 0.6 to 1 the median error at 717 points of
-four devices or more stays between 9.7% and 10.0%, as `sum_seconds` has the time of a sum."""
+It is a usual figure for large all-reduces. The measured points do not determine it, because the all-reduces of decodes
+are short: from 0.6 to 1, the median error at 717 points with four devices or more stays between 9.7% and 10.0%. Their
+time is in `sum_seconds`.
+"""
 MATMUL_FORMATS: dict[PricedFormat, tuple[str, ...]] = {
     "bf16": ("bf16", "fp16"),
     "fp8": ("fp8",),
@@ -46,49 +55,58 @@ MATMUL_FORMATS: dict[PricedFormat, tuple[str, ...]] = {
     "mxfp4": ("mxfp8", "bf16"),
     "int4": ("bf16", "fp16"),
 }
-"""By format of weights, the formats of matmuls with them; the first that a device has counts."""
+"""Format of weights → formats of the matmuls with them, the best first.
+
+A device uses the first of these that it has.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSoftware:
-    """The constants of one server. Shares are relative to the datasheet's figure."""
+    """The constants of one inference server. Shares are relative to the datasheet's figure."""
 
     memory_share: float
     """Share of the memory bandwidth at which weights, keys and values are read."""
     peak_share: float
     """Share of the peak that matmuls and attention reach."""
     kernel_seconds: float
-    """Time of a kernel beside its bytes and FLOPs."""
+    """Seconds of a kernel in addition to its bytes and FLOPs."""
     sum_seconds: float
-    """Latency of a sum or an exchange between two devices; of n devices, log2(n) times as long."""
+    """Latency of an all-reduce or an all-to-all between two devices in seconds.
+
+    With n devices it takes log2(n) times as long.
+    """
     sequence_seconds: float
-    """Time of each running request in a step: sampling, scheduling, text."""
+    """Seconds that each running request adds to a step: sampling, scheduling, decoding of its text."""
     request_seconds: float
-    """Time from a request's arrival to its first token beside steps: HTTP, tokenizer, scheduling."""
+    """Seconds from a request's arrival to its first token in addition to steps: HTTP, tokenizer, scheduling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareTable:
-    """The table of servers, with what it was fitted to."""
+    """The constants of all servers, and to what they were fitted."""
 
     fitted: str
-    """Day of the fit, ISO 8601."""
+    """Date of the fit, ISO 8601."""
     source: str
-    """The measurements."""
+    """Where the measurements come from."""
     measured: str
-    """Days of the first and the last measurement."""
+    """Dates of the first and the last measurement."""
     software: dict[str, ServingSoftware]
-    """Constants by name of the server."""
+    """Constants by the name of the server."""
 
 
 @cache
 def software_table() -> SoftwareTable:
-    """The constants in serving_software.yaml."""
+    """Return the content of serving_software.yaml."""
     return from_plain(SoftwareTable, yaml.safe_load(FILE.read_text(encoding="utf-8")))
 
 
 def matmul_format(chip: Chip, weights: PricedFormat | None) -> str:
-    """The number format of a device's matmuls with weights in a format; one that it lacks if it has none for them."""
+    """Return the number format in which a device multiplies with weights in the format `weights` (None: bf16).
+
+    If the device has no suitable matmuls, the result is a format that it lacks, so that the caller can report it.
+    """
     names = MATMUL_FORMATS[weights or "bf16"]
     return next((name for name in names if name in chip.peak_flops), names[0])
 
@@ -96,9 +114,10 @@ def matmul_format(chip: Chip, weights: PricedFormat | None) -> str:
 def software_constants(
     software: ServingSoftware, work: DeviceWork, machine: Machine, chip: Chip, formats: Quantisation, expert_peak: float
 ) -> StepConstants:
-    """Constants of a step on one device, a `chip`, for a model's `work`.
+    """Return the constants of a step on one device of type `chip`, for a model whose sizes are `work`.
 
-    `machine` has the rates of matmuls with the weights, `expert_peak` is that with routed experts.
+    `machine` has the rates of the device, with the peak of matmuls in the format of the weights. `expert_peak` is the
+    peak in FLOP/s of matmuls with routed experts. `formats` are the number formats of the weights and the cache.
     """
     memory = number(machine.hbm) * software.memory_share
     peak = software.peak_share
@@ -125,6 +144,10 @@ def software_constants(
 def software_exchange(
     software: ServingSoftware, machine: Machine, ranks: int, operations: int, token_bytes: float
 ) -> ExchangeTime:
-    """Communication of a step between the devices of an instance: so many operations, which send `token_bytes` a token in all."""
+    """Return the communication time of a step between the `ranks` devices of an instance.
+
+    `operations` is the number of all-reduces and all-to-alls of a step. `token_bytes` are the bytes that a device sends
+    for each token, in all of them together.
+    """
     rate = LINK_SHARE * number(machine.link if ranks <= number(machine.domain) else machine.nic)
     return ExchangeTime(operations * software.sum_seconds * log2(ranks), token_bytes / rate)

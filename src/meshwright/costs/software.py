@@ -1,7 +1,8 @@
-"""Training software for which steps are priced: its set of fitted constants, and what its recipes do unless a run says otherwise.
+"""Training software whose steps can be predicted: the name of its constants, and what its recipes do unless a run says
+otherwise.
 
-The constants are in constants.yaml, with the runs of each set. Software with few published runs shares the constants of software that
-trains in the same way.
+The constants are in constants.yaml, with the runs to which they were fitted. Software with few published runs shares
+the constants of software that trains in a similar way.
 """
 
 from __future__ import annotations
@@ -16,42 +17,51 @@ from meshwright.spec.named_values import value_named
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSoftware:
-    """A training software, as published runs and `--software` name it."""
+    """A training software, as published runs and the option `--software` name it."""
 
     name: str
+    """The name that `--software` takes."""
     constants: str
-    """Set of constants in constants.yaml (or own.yaml)."""
+    """Name of its set of constants in constants.yaml or own.yaml."""
     parent: str = ""
-    """Set of constants with those that its own set lacks, because few runs of it were published."""
+    """Name of the set that has the constants which its own set lacks.
+
+    Its own set lacks some if few runs were published.
+    """
     date: float
-    """Year of the releases whose runs the constants follow; a run that names no release counts as of this year."""
+    """Year of the releases whose runs the constants follow, as a decimal (2024.5 is the middle of 2024).
+
+    A run that does not name a release counts as of this year.
+    """
     pattern: str = ""
-    """Pattern of the sources that use it, in lower case."""
+    """Regular expression for the names of sources (in lower case) whose runs used this software; "" if no name tells.
+    """
     shards_optimizer: bool = False
-    """Whether its recipes shard the optimizer over replicas unless they say otherwise."""
+    """Whether its recipes shard the optimizer state over replicas by default (ZeRO-1)."""
     fully_sharded: bool = False
     """Whether it shards weights, gradients and optimizer over all data ranks (FSDP, ZeRO-3)."""
     recomputes: bool = True
-    """Whether its published runs may recompute where they do not say."""
+    """Whether its published runs may use recomputation where they do not say."""
     balances_stages: bool = False
-    """Whether it balances pipeline stages by the cost of layers and head."""
+    """Whether it divides layers among pipeline stages by the compute of layers and head, instead of evenly."""
     prints_first_stage: bool = False
-    """Whether it prints the memory of rank 0."""
+    """Whether the memory that it prints is that of rank 0."""
     states_sequence_split: bool = True
-    """Whether its tables state if tensor parallelism splits the sequence."""
+    """Whether its published tables state if tensor parallelism splits the sequence (sequence parallelism)."""
     expert_ranks: bool = True
     """Whether it can divide experts over ranks."""
     virtual_stages: bool = True
-    """Whether its pipelines can have several stages a rank."""
+    """Whether its pipelines can have several stages on one rank."""
     formats: tuple[str, ...] = ()
-    """Formats narrower than bf16 of its published runs, as `planner.precision_choice` names them."""
+    """Number formats narrower than bf16 in its published runs, with the names of `planner.precision_choice`."""
     layout: Mapping[str, float] = field(default_factory=dict)
-    """Fields of `workload.layouts.Layouts` that its recipes set."""
+    """Values of fields of `workload.layouts.Layouts` that its recipes set."""
     about: str = ""
     """Where its constants and recipes come from."""
 
 
 _DEEPEP = {"one_copy": 1.0}
+"""DeepEP sends each token only once to a domain with several of the token's experts."""
 
 SOFTWARE: tuple[TrainingSoftware, ...] = (
     TrainingSoftware(
@@ -241,30 +251,36 @@ SOFTWARE: tuple[TrainingSoftware, ...] = (
     ),
     TrainingSoftware(name="other", constants="default", date=2025.0, about="all software together"),
 )
-"""The software, the most specific patterns first."""
+"""All software. The first entry whose pattern matches a source counts, so specific patterns come first."""
 OTHER = SOFTWARE[-1]
+"""The entry for software that is not known."""
 IMBALANCE = 1.2
-"""Tokens of the busiest expert rank over the mean for a run that does not state it; a guess."""
+"""Tokens of the busiest expert rank relative to the mean, for a run that does not state it: a guess."""
 _FUSED_SINCE = 2023.5
-"""Year from which Megatron-LM's attention is fused."""
+"""Year from which on Megatron-LM has fused attention."""
 
 
 _PARENTS = {software.constants: software.parent for software in SOFTWARE}
+"""Name of a set of constants → name of its parent."""
 
 
 def parent_of(constants: str) -> str:
-    """The set of constants that has those which this set lacks; "" if none."""
+    """Return the name of the set that has the constants which this set lacks; "" if there is none."""
     return _PARENTS.get(constants, "")
 
 
 @cache
 def software_named(name: str) -> TrainingSoftware:
-    """The software of this name, without regard to case and punctuation. Raises BadInput with the nearest name."""
+    """Return the software with this name; case and punctuation do not matter. Raises BadInput with the nearest name."""
     return value_named(name, {software.name: software for software in SOFTWARE}, "software")
 
 
 def software_of(source: str, note: str, year: float = 0.0) -> TrainingSoftware:
-    """The software that a source's name implies; `other` if none. `year` is that of the release, 0 if unknown."""
+    """Return the software that the name of a source implies; `OTHER` if it implies none.
+
+    `note` is the source's remark on the run. `year` is the year of the software's release, 0 if unknown: "megatron"
+    alone is Megatron-Core or an old Megatron-LM, depending on the year.
+    """
     text = source.lower()
     if "megascale" in text and re.search(r"megatron-lm", note, re.IGNORECASE) and not note.startswith("MegaScale"):
         return software_named("megatron-lm-2021")

@@ -1,4 +1,4 @@
-"""Sources of the numbers behind a prediction, by part of the machine."""
+"""Says for each part of the machine where the numbers of a prediction come from, for example "datasheet" or "measured"."""
 
 from __future__ import annotations
 
@@ -22,22 +22,28 @@ GROUPS = (
     "host link",
     "software",
 )
-"""Groups of numbers with one source.
+"""Groups of numbers; all numbers of a group come from one source.
 
-No profile measures `software`: element-wise passes, host time, fixed cost of a step.
+No profile measures the group `software`: element-wise operations, host time, and the fixed time of a step.
 """
 STACK_GROUPS = ("optimizer", "overlap", "software")
-"""Groups whose numbers depend on the software stack, so that no datasheet has them."""
+"""Groups whose numbers depend on the training software, so no datasheet has them."""
 NETWORK_KEYS = {"links inside a node": "link_gb_per_s", "network": "port_gb_per_s"}
-"""Keys of `cluster.network` that replace the datasheet's bandwidth."""
+"""Group → key of `cluster.network` that replaces the datasheet's bandwidth."""
 UNMEASURED = "guess; `meshwright profile --out FILE` measures it"
+"""The source of numbers that nobody measured."""
 
 
 def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None = None) -> dict[str, str]:
-    """The source of each group of numbers for `cluster`: measured, fitted, datasheet or guess; and of the band of `plan`.
+    """Return a text with the source of each group of numbers for `cluster`, and of the 80% band of `plan` if it is
+    given.
 
-    Measured: fit of the formula, file, date. Fitted: number of runs and stack. Raises BadInput when the profile cannot be
-    read or the cluster is invalid (`costs.machine_rates.machine_of`).
+    - Measured: the error of the fitted formula, the file of the profile, its date.
+    - Fitted: the number of runs and the software.
+    - Otherwise "datasheet", or a text that says "guess".
+
+    Groups that the cluster does not have are absent, for example "network" with one node. Raises BadInput if the
+    profile cannot be read or the cluster is invalid (`costs.machine_rates.machine_of`).
     """
     nodes = as_nodes(cluster)
     absent = {"links inside a node"} if nodes.gpus_per_node == 1 else set()
@@ -61,7 +67,7 @@ def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None
 
 
 def _unmeasured_source(cluster: ClusterSpec, group: str) -> str:
-    """The source of a group's numbers without a profile."""
+    """Return the source of a group's numbers if no profile measures them."""
     if group in STACK_GROUPS and not (cluster.is_cpu and group != "software"):
         return _share_source(cluster, of_stack=True)
     stated = getattr(cluster.network, NETWORK_KEYS[group]) if cluster.network and group in NETWORK_KEYS else None
@@ -77,7 +83,9 @@ def _unmeasured_source(cluster: ClusterSpec, group: str) -> str:
 
 
 def _share_source(cluster: ClusterSpec, *, of_stack: bool = False) -> str:
-    """The source of the share of a datasheet's figure, or of a constant of the software."""
+    """Return the source of the share of a datasheet's figure that is reached; with `of_stack`, of a constant of the
+    training software.
+    """
     chip = CHIPS.get(cluster.gpu)
     values = table()
     if STACK == OWN and (of_stack or (chip is not None and is_measured(chip.generation))):

@@ -1,6 +1,9 @@
-"""Memory of the fullest rank by category in closed form, for other software stacks; each has its own set of constants.
+"""Memory of the fullest rank by category, in closed form, for other training software.
 
-`workload.layout_bytes` counts the tensors of this program. Formulas and sources: docs/design/cost-model.md, "Memory".
+Each software has its own constants.
+
+`workload.layout_bytes` instead counts the tensors of this program. Formulas and sources: docs/design/cost-model.md,
+"Memory".
 """
 
 from __future__ import annotations
@@ -19,50 +22,64 @@ from meshwright.workload.model_shape import Shape
 from meshwright.workload.unit_parameters import shard_parameters, stage_parameters
 
 FITTING_SHARE = 0.89
-"""Share of a device's memory up to which a layout counts as fitting; the other part is for memory that is not modelled."""
+"""A layout fits if its predicted memory is at most this share of a device's memory.
+
+The rest is for memory that is not modelled.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConstants:
-    """Bytes and elements that a software stack stores per unit of work."""
+    """Bytes and elements that a training software stores per unit of work.
+
+    Each field is an array with one element per case.
+    """
 
     held: Array
-    """Bytes per parameter that every replica stores: weights and gradients, with their copies."""
+    """Bytes per parameter that every replica stores: weights and gradients, with all their copies."""
     owned: Array
-    """Bytes per parameter of master weights and moments."""
+    """Bytes per parameter of master weights and optimizer moments."""
     sharding: Array
-    """Further bytes per parameter of a shard of a sharded optimizer: its gradients and communication buffers."""
+    """Further bytes per parameter of a sharded optimizer's shard: its gradients and communication buffers."""
     wide: Array
-    """Elements saved per token, layer and hidden element that tensor parallelism divides only with sequence parallelism."""
+    """Saved elements per token, layer and hidden element that only sequence parallelism divides among tensor ranks."""
     hidden: Array
-    """Elements saved per token, layer and hidden element that tensor parallelism always divides."""
+    """Saved elements per token, layer and hidden element that tensor ranks always divide."""
     narrow: Array
-    """Elements saved per token, layer and element of the divided widths (attention inputs, feed-forward)."""
+    """Saved elements per token, layer and element of the widths that tensor ranks divide (attention inputs,
+    feed-forward).
+    """
     live: Array
-    """Undivided elements per token and hidden element of the computing layer: gathered inputs and their gradients."""
+    """Elements of the layer that computes now, per token and hidden element: gathered inputs and their gradients.
+
+    No rank divides them.
+    """
     logits: Array
     """Bytes per logit of one micro-batch."""
     gathered: Array
-    """Fully sharded layers whose whole weights exist at once."""
+    """Number of fully sharded layers whose whole weights exist at the same time."""
     slack: Array
-    """Memory lost to fragmentation in the allocator, as a share of activations."""
+    """Memory that the allocator loses to fragmentation, as a share of the activations."""
     base: Array
-    """GiB of the framework, kernels and communicators."""
+    """GiB of the framework, its kernels and its communicators."""
     base_rank: Array
-    """GiB of communicators per axis in use."""
+    """GiB of communicators for each mesh axis with more than one rank."""
 
 
 def memory_constants(stacks: list[str], values: dict[str, Any] | None = None) -> MemoryConstants:
-    """The memory constants of each stack as arrays; those without their own take their parent's, unknown stacks `default`."""
+    """Return the memory constants of several stacks, with arrays of length `len(stacks)`.
+
+    A constant that a stack lacks is that of its parent (`costs.software.parent_of`), or else that of `default`.
+    """
     values = values or table()["memory"]
     columns = [{**values["default"], **values.get(parent_of(stack), {}), **values.get(stack, {})} for stack in stacks]
     return MemoryConstants(**{name: np.array([column[name] for column in columns]) for name in values["default"]})
 
 
 def footprint(shape: Shape, layout: Layouts, k: MemoryConstants, first_only: Array = 0.0) -> dict[str, Array]:
-    """Bytes by category of the fuller of the first and the last stage.
+    """Return the bytes by category of the first or the last pipeline stage, whichever needs more memory.
 
-    With `first_only` 1, those of the first stage: some runs report the memory of rank 0.
+    Where `first_only` is 1, the bytes are those of the first stage: some published runs report the memory of rank 0.
     """
     first = _stage(shape, layout, k, last=False)
     last = _stage(shape, layout, k, last=True)
@@ -71,10 +88,11 @@ def footprint(shape: Shape, layout: Layouts, k: MemoryConstants, first_only: Arr
 
 
 def _stage(shape: Shape, layout: Layouts, k: MemoryConstants, *, last: bool) -> dict[str, Array]:
+    """Return the bytes by category of a rank of the first pipeline stage, or with `last` of the last one."""
     tensor_ranks = layout.tensor
     stages = layout.pipeline
     single = stages == 1
-    first_layers, final_layers = stage_layers(shape, layout)
+    first_layers, final_layers = stage_layers(shape, layout, (layout.fullest_layers, layout.head_layers))
     layers = np.where(single, shape.layers, final_layers if last else first_layers)
     dense, experts = stage_parameters(shape, layout, layers / shape.layers)
     replicated, owned = (shard_parameters(layout, dense, experts, layout.zero >= stage) for stage in (3, 1))
@@ -100,7 +118,8 @@ def _stage(shape: Shape, layout: Layouts, k: MemoryConstants, *, last: bool) -> 
         ),
     )
     working = np.where(mode >= ALL_BUT_ATTENTION, saved_without_recompute, 0.0)
-    # With offload, the device stores two layers of one micro-batch: the computing layer and the layer being copied.
+    # With offload, the device stores the activations of two layers of one micro-batch: the layer that computes, and
+    # the layer that is being copied.
     stored_layers = np.where(layout.offload_activations > 0, np.minimum(2.0, layers), layers * in_flight)
     activations = tokens * (per_layer * stored_layers + working + 2.0 * k.live * shape.hidden)
     final = single | last
@@ -119,7 +138,7 @@ def _stage(shape: Shape, layout: Layouts, k: MemoryConstants, *, last: bool) -> 
 
 
 def _saved_bytes_per_token(shape: Shape, layout: Layouts, k: MemoryConstants) -> Array:
-    """Bytes that autograd saves of one layer for one token, mean over layers."""
+    """Return the bytes that autograd saves for one token in one layer without recomputation, as a mean over layers."""
     attention = shape.attention_layers * (shape.query_width + shape.kv_width + shape.value_width)
     feed = shape.dense_layers * (2 + shape.gated) * shape.ffn
     experts = shape.moe_layers * (2 + shape.gated) * (shape.shared_ffn + shape.top_k * shape.expert_ffn)
@@ -129,5 +148,6 @@ def _saved_bytes_per_token(shape: Shape, layout: Layouts, k: MemoryConstants) ->
 
 
 def _axes_in_use(layout: Layouts) -> Array:
+    """Return the number of axes with more than one rank."""
     sizes = (layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert)
     return sum((np.asarray(size) > 1).astype(np.float64) for size in sizes)

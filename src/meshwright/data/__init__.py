@@ -1,2 +1,4 @@
-"""Corpora, tokenizing, packing and sample order. Layer 1: imports spec only.
-Torch is imported only in `loader`, which makes tensors."""
+"""Corpora, tokenisation, packing and the order of samples. Layer 1: imports only `spec`.
+
+Torch is imported only in `loader`, which makes tensors.
+"""

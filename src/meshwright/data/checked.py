@@ -1,6 +1,7 @@
-"""Reads of files that another process may truncate or whose disk may fail: a short read raises Damaged.
+"""Reads files that another process may truncate or whose disk may fail. If bytes are missing, a read raises Damaged.
 
-A memory map would end the process by SIGBUS instead. The file stays open, so a file that is renamed or replaced is read to its end.
+With a memory map, such a file would end the process by SIGBUS. The file stays open: if it is renamed or replaced
+meanwhile, the reads still see the file that was opened.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import xxhash
 from meshwright.spec.errors import Damaged
 
 BLOCK_ENTRIES = 128
+"""Numbers of an `Entries` block."""
 CACHED_BLOCKS = 256
+"""Blocks that an `Entries` keeps in memory."""
 DIGEST_PIECE = 8 << 20
+"""Bytes that a digest reads at once."""
 
 
 class CheckedFile:
-    """A file of fixed size for reads at any offset by any number of threads. `size` is its size at opening in bytes."""
+    """A file of fixed size. Several threads may read it at once, at any offset. `size` is its size in bytes when it was opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +35,7 @@ class CheckedFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, offset: int, count: int) -> bytes:
-        """Bytes [offset, offset + count). Raises Damaged with file and offset if the file is shorter or cannot be read."""
+        """Return bytes [offset, offset + count). Raises Damaged with file and offset if the file is shorter or cannot be read."""
         pieces: list[bytes] = []
         end = offset + count
         while offset < end:
@@ -49,7 +53,7 @@ class CheckedFile:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def digest(self) -> str:
-        """xxh3_128 of the whole file, in hexadecimal."""
+        """Return xxh3_128 of all bytes of the file, in hexadecimal."""
         state = xxhash.xxh3_128()
         for offset in range(0, self.size, DIGEST_PIECE):
             state.update(self.read(offset, min(DIGEST_PIECE, self.size - offset)))
@@ -63,7 +67,10 @@ class CheckedFile:
 
 
 class Entries:
-    """`count` numbers of a file from `offset` on, as a sequence; single entries are read in cached blocks."""
+    """`count` numbers that are stored in a file from byte `offset` on, as a sequence.
+
+    If a single number is read, its block of BLOCK_ENTRIES numbers is read and cached.
+    """
 
     def __init__(self, file: CheckedFile, dtype: np.dtype[Any], offset: int, count: int) -> None:
         self._file = file
@@ -84,7 +91,7 @@ class Entries:
         return self._block(block)[within]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Entries [start, stop)."""
+        """Return entries [start, stop), `(stop - start,)` of the file's type."""
         size = self._dtype.itemsize
         return np.frombuffer(self._file.read(self._offset + start * size, (stop - start) * size), self._dtype)
 

@@ -1,4 +1,8 @@
-"""The last steps of a preparation: the results of units in order, without duplicates, as one stream of documents for shards."""
+"""The last steps of a preparation: turns the results of all units into one ordered stream of documents, without duplicates.
+
+A unit is a group of input files, or a part of a large one, that one worker reads and encodes (`data.jobs`). The writers
+of shards consume the stream.
+"""
 
 from __future__ import annotations
 
@@ -32,26 +36,38 @@ from meshwright.spec.errors import Damaged
 from meshwright.spec.folder_files import parse_json
 
 EXACT_DUPLICATE = "exact duplicate"
+"""Reason of a removal: the text equals the text of an earlier document."""
 NEAR_DUPLICATE = "near-duplicate"
+"""Reason of a removal: the text is similar to the text of an earlier document."""
 
 
 class UnitPlace(NamedTuple):
-    """A unit of work: the folder of its job, and its number there."""
+    """Where the result of a unit is stored: the folder of the unit's job, and the unit's number in that job."""
 
     folder: Path
     number: int
 
 
 Numbered = tuple[str, int, EncodedDocument]
-"""The split of a document, its number in the corpus, and its tokens."""
+"""An item of the stream: the document's split (`train` or `held_out`), its number in the stream, and its tokens.
+
+Documents are numbered from 0 after duplicates are removed.
+"""
 
 
 class ChunkStream:
-    """The documents of `units`, in order; `left_out`, `removed` and `digests` are complete once `documents` is done.
+    """The documents of `units`, in the order of the units.
 
-    `run` does units and yields the number of each that is done; with None the results of all units must be there already. With `duplicates`
-    this stream waits for all units and leaves out exact duplicates, and near-duplicates of at least `similarity` unless it is None. The
-    duplicates that were found stay in `folder`.
+    - `run(numbers)` does the units with these numbers and yields each number once its unit is done. If `run` is None,
+      the results of all units must exist already.
+    - `duplicates`: whether to remove documents whose text equals the text of an earlier one. The stream then waits for
+      all units before it yields the first document.
+    - `similarity`: also remove documents whose Jaccard similarity to an earlier document is at least this value. None:
+      only equal texts.
+    - `folder`: where the list of duplicates is kept, so that a second attempt does not compute it again.
+    - `total_bytes`: bytes of all inputs, for the progress bar, which appears if `shown` is true.
+
+    The attributes `left_out`, `removed` and `digests` are complete once `documents` has yielded its last item.
     """
 
     def __init__(
@@ -82,14 +98,16 @@ class ChunkStream:
         self.digests: dict[str, str] = {}
 
     def documents(self, split_of: Callable[[str], str], writers: Mapping[str, SplitWriter]) -> Iterator[Numbered]:
-        """The documents that are not in a finished shard of `writers`.
+        """Yield the documents that are not yet in a finished shard of `writers`.
 
-        A stream that runs its units removes the files of a unit once all its documents are in finished shards.
+        `split_of` gives the split of a document from its key; `writers` has one writer for each split. If this stream
+        runs its own units (`run` is not None), it deletes a unit's files once all documents of the unit are in finished
+        shards.
         """
         finished = self._finished()
         gone = self._find_duplicates(finished) if self._duplicates else np.zeros(0, np.int64)
         written: deque[tuple[UnitPlace, int]] = deque()
-        """Units with the number of their last document."""
+        """Units whose documents were all yielded, each with the number of its last document."""
         number = origin = 0
         for at, place in enumerate(self._units):
             record = self._wait(at, finished)
@@ -113,7 +131,7 @@ class ChunkStream:
             self.digests.update(record.digests)
 
     def _finished(self) -> Iterator[int]:
-        """Do the units that are not done."""
+        """Start the units that have no result yet, and return the iterator of their numbers. Without `run` the iterator is empty."""
         undone = [place.number for at, place in enumerate(self._units) if self._record(at) is None]
         return iter(()) if self._run is None else self._run(undone)
 
@@ -123,7 +141,7 @@ class ChunkStream:
         return self._records.get(at)
 
     def _wait(self, at: int, finished: Iterator[int]) -> ChunkRecord:
-        """The record of a unit, once it is done."""
+        """Wait until a unit is done and return its record. Raises Damaged if no unit is left to wait for."""
         while (record := self._record(at)) is None:
             if next(finished, None) is None:
                 place = self._units[at]
@@ -131,14 +149,17 @@ class ChunkStream:
         return record
 
     def _do_again(self, place: UnitPlace) -> None:
-        """Do a unit whose documents are missing, though they are in no finished shard."""
+        """Do a unit again because its documents are missing, although not all of them are in finished shards."""
         if self._run is None:
             raise Damaged(f"{place.folder}: files of unit {place.number} are missing; prepare this part again")
         for _ in self._run([place.number]):
             pass
 
     def _find_duplicates(self, finished: Iterator[int]) -> np.ndarray:
-        """The numbers of all duplicates, before any document was removed, ascending; they are counted in `removed`."""
+        """Return the numbers of all duplicates, ascending, int64, and count them in `removed`.
+
+        These numbers count the documents of all units, including the duplicates.
+        """
         found = self._folder / "duplicates.npy"
         report = self._folder / "duplicates.json"
         if not report.is_file():
@@ -156,7 +177,7 @@ class ChunkStream:
         return np.load(found, allow_pickle=False)
 
     def _do_all(self, finished: Iterator[int]) -> list[ChunkRecord]:
-        """The records of all units, once they are done."""
+        """Wait for all units and return their records, with a progress bar."""
         records: list[ChunkRecord] = []
         with progress("reading and encoding", self._total_bytes, self._shown) as report:
             for at in range(len(self._units)):
@@ -165,7 +186,7 @@ class ChunkStream:
         return records
 
     def _described(self, duplicates: Duplicates, records: Sequence[ChunkRecord]) -> Removed:
-        """The duplicates by reason, the first of each as examples."""
+        """Count the duplicates by reason. The first duplicates of each reason are described as examples."""
         removed = Removed()
         origins = np.cumsum([0, *(record.documents for record in records)])
 
@@ -194,24 +215,27 @@ class ChunkStream:
 
 
 def totals(records: Iterable[ChunkRecord]) -> tuple[int, int, int]:
-    """Bytes read, documents and tokens of units."""
+    """Return sums over units: bytes of input read, documents, and tokens."""
     counts = [(record.size, record.documents, record.tokens) for record in records]
     size, documents, tokens = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0)
     return size, documents, tokens
 
 
 def _without(documents: Iterator[EncodedDocument], numbers: np.ndarray) -> Iterator[EncodedDocument]:
-    """The documents but for those of the ascending `numbers`."""
+    """Return the documents except those at the positions `numbers`, which count from 0."""
     left_out = set(numbers.tolist())
     return (each for number, each in enumerate(documents) if number not in left_out)
 
 
 def _only(documents: Iterator[EncodedDocument], numbers: np.ndarray) -> Iterator[EncodedDocument]:
-    """The documents of the ascending `numbers`."""
+    """Return the documents at the positions `numbers` only, which count from 0."""
     wanted = set(numbers.tolist())
     return (each for number, each in enumerate(documents) if number in wanted)
 
 
 def _done(writers: Mapping[str, SplitWriter]) -> int:
-    """The number up to which all documents are in finished shards."""
+    """Return the number of a document such that this document and all before it are in finished shards.
+
+    Each split has its own number, so this is the least one. -1 means that no shard is finished.
+    """
     return min(writer.done_through for writer in writers.values())

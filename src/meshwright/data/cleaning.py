@@ -1,6 +1,6 @@
-"""What is removed from a corpus besides unusable documents: by filters of the user, and for text of evaluations.
+"""Removes usable documents from a corpus: those that a filter of the user rejects, and those with text of an evaluation.
 
-Duplicates need all documents and come later (`data.duplicates`).
+Duplicates are removed later, because they can be found only among all documents (`data.duplicates`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ from meshwright.durable.writes import digest_file
 from meshwright.spec.errors import BadInput, nearest
 
 EXACT = "exact"
+"""Value of `--deduplicate`: remove documents whose text equals the text of an earlier one."""
 NEAR = "near"
+"""Value of `--deduplicate`: also remove documents that are similar to an earlier one."""
 SIMILARITY = 0.75
+"""Jaccard similarity from which on documents are near-duplicates, if the option gives none."""
 LEAST_SIMILARITY = 0.7
-"""Below it bands miss many pairs: 18% at 0.7."""
+"""Smallest similarity that the option may give. At lower ones the signatures miss many pairs; at 0.7 they miss 18%."""
 
 
 @dataclass(frozen=True)
 class Cleaning:
-    """The options of cleaning: `FILE.py:FUNCTION` of filters, files of evaluations, and `exact`, `near` or `near:SIMILARITY`."""
+    """The options that say what is removed from a corpus."""
 
     filters: tuple[str, ...] = ()
+    """Functions that return True for a text to keep, each as `FILE.py:FUNCTION`."""
     evaluations: tuple[str, ...] = ()
+    """Files and folders with evaluations. A document that shares 13 words in a row with one is removed."""
     duplicates: str | None = None
+    """`exact`, `near` or `near:SIMILARITY`; None keeps duplicates."""
 
     @property
     def wanted(self) -> bool:
@@ -41,7 +47,7 @@ class Cleaning:
 
     @cached_property
     def similarity(self) -> float | None:
-        """Least Jaccard similarity of near-duplicates; None if only exact ones are removed. Raises BadInput for another option."""
+        """Smallest Jaccard similarity of near-duplicates; None if near-duplicates are kept. Raises BadInput if `duplicates` is invalid."""
         if self.duplicates in (None, EXACT):
             return None
         word, _, number = self.duplicates.partition(":")
@@ -68,7 +74,7 @@ class Cleaning:
             list_inputs(self.evaluations)
 
     def describe(self) -> dict[str, Any]:
-        """The options as the request of a corpus has them, with digests of the files that they name."""
+        """Return the options as they are stored in the request of a corpus, with digests of the files that they name."""
         files = list_inputs(self.evaluations).files if self.evaluations else []
         return {
             "filters": [[name, digest_file(_filter_file(name))] for name in self.filters] or None,
@@ -78,18 +84,19 @@ class Cleaning:
 
 
 NO_CLEANING = Cleaning()
+"""Removes nothing."""
 
 
 class Cleaner:
-    """The filters of a cleaning, loaded."""
+    """Applies the filters and the check against evaluations to documents."""
 
     def __init__(self, cleaning: Cleaning) -> None:
-        """Raises BadInput for a filter or an evaluation file that cannot be used."""
+        """Load the filters and the evaluations. Raises BadInput if one of them cannot be used."""
         self._filters = [(name, load_filter(name)) for name in cleaning.filters]
         self._evaluations = EvaluationTexts(cleaning.evaluations) if cleaning.evaluations else None
 
     def removes(self, document: CorpusDocument, removed: Removed) -> bool:
-        """Whether a filter removes a document, which is then counted in `removed`."""
+        """Return whether a document is removed. If it is, count it in `removed`."""
         reason, why = self._reason(document)
         if reason is not None:
             size = len(document.text.encode("utf-8"))
@@ -97,6 +104,7 @@ class Cleaner:
         return reason is not None
 
     def _reason(self, document: CorpusDocument) -> tuple[str | None, str]:
+        """Return why a document is removed, as (reason, what was found). (None, "") if it is not. Raises BadInput if a filter fails."""
         for name, keeps in self._filters:
             try:
                 verdict = keeps(document.text)
@@ -115,7 +123,7 @@ class Cleaner:
 
 
 def load_filter(name: str) -> Callable[[str], Any]:
-    """The function that `FILE.py:FUNCTION` names. Raises BadInput if there is none."""
+    """Import the file and return the function that `FILE.py:FUNCTION` names. Raises BadInput if there is none."""
     file = _filter_file(name)
     function = name.rpartition(":")[2]
     spec = importlib.util.spec_from_file_location(f"meshwright_filter_{file.stem}", file)
@@ -135,6 +143,7 @@ def load_filter(name: str) -> Callable[[str], Any]:
 
 
 def _filter_file(name: str) -> Path:
+    """Return the file of a filter `FILE.py:FUNCTION`. Raises BadInput if the name has another form or the file does not exist."""
     path, _, function = name.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
         raise BadInput(f"--filter {name}: expected FILE.py:FUNCTION, for example filters.py:keep")

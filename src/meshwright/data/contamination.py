@@ -1,4 +1,8 @@
-"""Finds text of evaluations in documents: a run of 13 words that both have, as for GPT-3 (Brown et al. 2020, appendix C)."""
+"""Finds documents that contain text of evaluations.
+
+A document counts as such if it shares 13 words in a row with an evaluation. This is the method of GPT-3 (Brown et al.
+2020, appendix C).
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,16 @@ from meshwright.data.shingles import distinct, shingles, word_hashes
 from meshwright.spec.errors import BadInput
 
 WORDS = 13
-"""Words that a document and an evaluation have to share in a row."""
+"""Number of words in a row that a document and an evaluation must share."""
 TEXTS_AT_ONCE = 1000
+"""Texts of an evaluation file that are hashed at once."""
 
 
 class EvaluationTexts:
-    """The runs of words of evaluation files: of text files their text, of records every text in them."""
+    """The sequences of 13 words of evaluation files. From a file of records, every text in every record counts."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Raises BadInput for files that have no text of enough words."""
+        """Read the files. Raises BadInput if a file has no text of at least 13 words."""
         files = list_inputs(names).files
         self._names = [file.name for file in files]
         found = []
@@ -42,7 +47,7 @@ class EvaluationTexts:
         self._owners = owners[order]
 
     def found_in(self, text: str) -> str | None:
-        """The evaluation file with which a text shares a run of words, in words; None if there is none."""
+        """Search a text for words of an evaluation. Returns a description for people (which file, from which word on), or None."""
         runs, _ = shingles(*word_hashes([text]), WORDS)
         at = np.searchsorted(self._runs, runs)
         at[at == len(self._runs)] = 0
@@ -53,7 +58,7 @@ class EvaluationTexts:
 
 
 def _runs(file: InputFile) -> Iterator[np.ndarray]:
-    """The hashes of the runs of words of a file."""
+    """Yield the hashes of all sequences of 13 words in a file, as arrays of uint64."""
     texts: list[str] = []
     for text in _texts(file):
         texts.append(text)
@@ -64,6 +69,7 @@ def _runs(file: InputFile) -> Iterator[np.ndarray]:
 
 
 def _texts(file: InputFile) -> Iterator[str]:
+    """Yield the texts of an evaluation file."""
     if file.format.layout == "text":
         for item in read_documents(file, "text"):
             if isinstance(item, CorpusDocument):
@@ -74,7 +80,7 @@ def _texts(file: InputFile) -> Iterator[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in a value of JSON."""
+    """Yield every text inside a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

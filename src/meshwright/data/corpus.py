@@ -1,7 +1,7 @@
 """Reads input files as one ordered stream of documents.
 
-A document is a text file, or a record of a file of records. A document that cannot be read becomes a BadDocument with its position and
-the reason, a file that is not read a NotRead; the caller decides what to do with them.
+A document is a text file, or one record of a file of records. A document that cannot be used becomes a BadDocument with
+its position and the reason. A file that is not read becomes a NotRead. The caller decides what to do with these.
 """
 
 from __future__ import annotations
@@ -19,38 +19,48 @@ from meshwright.data.inputs import InputFile, NotRead
 from meshwright.data.records import BadDocument, DataRecord, read_records
 
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""First bytes of a text in UTF-16."""
 SEARCHED_BYTES = 8192
-"""First bytes of a file from a directory in which a zero byte means that it is binary."""
+"""A file found in a directory counts as binary if there is a zero byte among this many first bytes."""
 
 
 @dataclass(frozen=True)
 class CorpusDocument:
-    """A text: its file, its id there, its key in the corpus, and the bytes of all inputs read up to its end.
-
-    `spans` are the ranges [start, stop) of the characters to train on; None means all. `where` is file:line. `spelled` are those of special
-    tokens that a message of a chat spells, which are text; None if none does. `span_weights` are the weights of `spans` in the loss; None:
-    all 1. With `goes_on` the next document is of the same record, and in the same shard. `score` is that of an answer in the data.
-    """
+    """A text of the corpus."""
 
     file: str
+    """Name of its file."""
     id: int | str
+    """Its id in the file: the record's `id`, or its number."""
     key: str
+    """Identifies the document in the corpus: the key of the file, a zero character, and the number in the file."""
     text: str
+    """The text itself."""
     consumed: int
+    """Bytes of all inputs that are read once this document is read, for progress."""
     spans: tuple[tuple[int, int], ...] | None = None
+    """Ranges [start, stop) of characters on which a model is trained; None means all."""
     where: str = ""
+    """Where the document is, as `file:line`."""
     spelled: tuple[tuple[int, int], ...] | None = None
+    """Ranges [start, stop) of characters in which a message of a chat contains the spelling of a special token.
+
+    These characters are encoded as ordinary text. None if there are none.
+    """
     span_weights: tuple[float, ...] | None = None
+    """Weight in the loss of each range in `spans`; None means 1 for all."""
     goes_on: bool = False
+    """Whether the next document comes from the same record, and so must go into the same shard."""
     score: float | None = None
+    """Score of the answer, if the data has scores."""
 
 
 FromFile = CorpusDocument | BadDocument | NotRead | Contents
-"""An item that the reader of a file yields."""
+"""What reading a file yields: documents, reasons why something was not read, and at last the digest of the file."""
 
 
 def read_documents(file: InputFile, text_key: str) -> Iterator[FromFile]:
-    """The documents of a file in order, then its digest; `text_key` is the key (or column) of the text of a record."""
+    """Yield the documents of a file in order, then its digest. `text_key` is the key or column of a record that holds the text."""
     form = file.format
     if form.refused:
         yield NotRead(file.name, "format not read", form.refused, file.size)
@@ -62,6 +72,7 @@ def read_documents(file: InputFile, text_key: str) -> Iterator[FromFile]:
 
 
 def _read_text(file: InputFile) -> Iterator[FromFile]:
+    """Yield the document of a text file, then its digest."""
     try:
         if file.format.compression is None:
             content = file.path.read_bytes()
@@ -81,6 +92,7 @@ def _read_text(file: InputFile) -> Iterator[FromFile]:
 
 
 def _text_document(file: InputFile, content: bytes) -> CorpusDocument | BadDocument | NotRead:
+    """Return the document of a text file with these bytes. A NotRead if the file was found in a directory and is empty or binary."""
     if file.from_search and not content:
         return NotRead(file.name, "empty")
     if content.startswith(UTF16):
@@ -100,7 +112,7 @@ def _text_document(file: InputFile, content: bytes) -> CorpusDocument | BadDocum
 def checked_document(
     file: InputFile, record: DataRecord, text: Any, spans: tuple[tuple[int, int], ...] | None = None
 ) -> CorpusDocument | BadDocument:
-    """The document of a record, if its text is one."""
+    """Make a document from a record. The result is a BadDocument if `text` is not text, or is empty or not valid Unicode."""
     if not isinstance(text, str):
         return BadDocument(record.where, f"expected text, got {type(text).__name__}")
     if not text.strip():

@@ -1,4 +1,4 @@
-"""Checks before a preparation that its tokens fit on the disk, and explains the error of a disk that becomes full during it."""
+"""Checks before a preparation that its tokens will fit on the disk, and explains the error if the disk becomes full."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from meshwright.data.units import text_bytes
 from meshwright.spec.errors import OutOfResources
 
 LEAST_BYTES_PER_TOKEN = 2
-"""Bytes of text of a token, at least."""
+"""A token is assumed to stand for at least this many bytes of text."""
 
 
 def prepared_bytes(files: Sequence[InputFile], vocab_size: int) -> int:
-    """An estimate of the most bytes that the tokens of these files take."""
+    """Return an upper estimate of the bytes that the tokens of these files will take."""
     tokens = sum(map(text_bytes, files)) // LEAST_BYTES_PER_TOKEN
     return tokens * np.dtype(token_dtype(vocab_size)).itemsize
 
 
 def check_space(out: Path, needed: int) -> None:
-    """Raise OutOfResources if fewer bytes than `needed` are free on the disk of `out`."""
+    """Raise OutOfResources if fewer than `needed` bytes are free on the disk of `out`."""
     free = shutil.disk_usage(out).free
     if needed > free:
         raise OutOfResources(f"{out}: about {needed:,} bytes are needed, {free:,} are free on its disk")
@@ -34,7 +34,10 @@ def check_space(out: Path, needed: int) -> None:
 
 @contextmanager
 def full_disk_named(out: Path, needed: int) -> Iterator[None]:
-    """Turn the error of a full disk into OutOfResources, which names the file, the free bytes, and the bytes `needed` in all."""
+    """A context that turns the error of a full disk into OutOfResources.
+
+    The message names the file, the free bytes, and the bytes `needed` for the whole preparation.
+    """
     try:
         yield
     except OSError as error:

@@ -1,11 +1,12 @@
-"""Formats of input files by the ending of their names, with any compression behind it; upper case counts as lower case.
+"""Decides from the ending of a file's name in which format it is read, and decompresses files.
 
-    posts.jsonl.gz      lines of JSON, compressed by gzip
-    notes.TXT           text; so is a name without an ending that is listed here
-    photos.zip          not read, and named
+    posts.jsonl.gz      lines of JSON, compressed with gzip
+    notes.TXT           text; upper and lower case mean the same
+    README              text, because its ending is unknown or missing
+    photos.zip          not read; an error tells the user what to do
 
-A compressed file is read with the standard library, `zstandard` or `lz4`. A file that ends inside its compressed data is an error, and so
-are other bytes behind the data: no byte of a file is passed over.
+The standard library, `zstandard` and `lz4` decompress. If a file ends in the middle of its compressed data, or if other
+bytes follow the data, an error is raised: no byte of a file is silently ignored.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import lru_cache
 from typing import BinaryIO, Literal, Protocol
 
 Layout = Literal["text", "lines", "json", "csv", "tsv", "parquet"]
+"""How the decompressed content of a file is arranged."""
 LAYOUTS: dict[str, Layout] = {
     ".jsonl": "lines",
     ".ndjson": "lines",
@@ -29,15 +31,17 @@ LAYOUTS: dict[str, Layout] = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-"""Endings of files of records; other files are text."""
+"""Layout of the files of records, by ending. Files with other endings are text."""
 RECORDS = ", ".join(LAYOUTS)
+"""These endings, for messages."""
 READ_BYTES = 1 << 20
+"""Bytes of decompressed data in the buffer of a reader."""
 WINDOW_BYTES = 1 << 31
-"""Largest window of zstd, of its option `--long=31`."""
+"""Largest window of zstd, in bytes: what its option `--long=31` uses."""
 
 
 class Decompressor(Protocol):
-    """Decompresses one frame, as the objects of bz2 and lzma do."""
+    """Decompresses one frame. The decompressor objects of bz2 and lzma are of this kind."""
 
     @property
     def eof(self) -> bool: ...
@@ -50,13 +54,16 @@ class Decompressor(Protocol):
 
 @dataclass(frozen=True)
 class Compression:
-    """A compression; `package` is what has to be installed for it, None if Python has it."""
+    """A method of compression."""
 
     name: str
+    """Its name in messages."""
     decompressor: Callable[[], Decompressor]
+    """Makes the decompressor of one frame."""
     package: str | None = None
+    """Python package that must be installed; None if the standard library suffices."""
     piece: int = 1 << 16
-    """Bytes that are decompressed in one call."""
+    """Bytes of compressed data that are decompressed in one call."""
 
 
 def _zstd() -> Decompressor:
@@ -80,9 +87,11 @@ COMPRESSIONS = {
     ".zstd": ZSTD,
     ".lz4": Compression("lz4", _lz4, "lz4"),
 }
+"""The methods of compression, by the ending of names."""
 
 
 def _refusals() -> dict[str, str]:
+    """Return the table `REFUSED`: endings of files that are not read, each with what the user should do."""
     archive = "an archive; unpack it"
     packed = "a compression that is not read; decompress it"
     table = "convert it"
@@ -99,12 +108,12 @@ def _refusals() -> dict[str, str]:
 
 
 REFUSED = _refusals()
-"""Endings of files that are not read, and what to do with them."""
+"""Endings of files that are not read, with what the user should do instead."""
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """How a file is read: its layout and compression, or the reason why it is not (`refused`)."""
+    """How a file is read: layout and compression. If the file is not read, `refused` is the reason."""
 
     layout: Layout
     compression: Compression | None = None
@@ -112,7 +121,7 @@ class FileFormat:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Packages outside the standard library that reading needs."""
+        """Packages outside the standard library that are needed to read this format."""
         named = (
             self.compression.package if self.compression else None,
             "pyarrow" if self.layout == "parquet" else None,
@@ -121,14 +130,14 @@ class FileFormat:
 
 
 def format_of(name: str) -> FileFormat:
-    """The format that the ending of a file's name stands for."""
+    """Return the format that the ending of a file's name means."""
     stem, ending = _split(name)
     return _format_of_ending(_split(stem)[1], ending) if ending in COMPRESSIONS else _format_of_ending(ending)
 
 
 @lru_cache(maxsize=1024)
 def _format_of_ending(ending: str, compressed: str | None = None) -> FileFormat:
-    """The format of names with this ending, behind which one of a compression may stand."""
+    """Return the format of names with this ending. `compressed` is the ending of a compression that follows it, such as `.gz`."""
     compression = None if compressed is None else COMPRESSIONS[compressed]
     layout = LAYOUTS.get(ending, "text")
     if layout == "parquet" and compression is not None:
@@ -137,18 +146,18 @@ def _format_of_ending(ending: str, compressed: str | None = None) -> FileFormat:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The name without its last ending, and the ending in lower case; a dot at the beginning begins none."""
+    """Split a name into (name without its last ending, this ending in lower case). A leading dot does not begin an ending."""
     base = name[name.rfind("/") + 1 :]
     dot = base.rfind(".")
     return (base[:dot], base[dot:].lower()) if dot > 0 else (base, "")
 
 
 class DamagedData(Exception):
-    """The compressed data of a file are truncated, or something in it is no such data."""
+    """The compressed data of a file ends too early, or contains other bytes."""
 
 
 class DecompressedFile(io.RawIOBase):
-    """The content of a compressed file, of all its frames one after another. A read raises DamagedData."""
+    """The decompressed content of a file, which may have several compressed frames in a row. A read raises DamagedData."""
 
     def __init__(self, raw: BinaryIO, compression: Compression) -> None:
         self._raw = raw
@@ -170,9 +179,9 @@ class DecompressedFile(io.RawIOBase):
         return len(piece)
 
     def _decompress_more(self) -> bool:
-        """Decompress the next piece into `_output`, which may stay empty; False at the end of the file."""
+        """Decompress the next part of the file into `_output`, which may stay empty. Returns False at the end of the file."""
         if self._frame is None or self._frame.eof:
-            self._input = self._input.lstrip(b"\0")  # padding, as between the frames of gzip and xz
+            self._input = self._input.lstrip(b"\0")  # Zero bytes are padding, which gzip and xz allow between frames.
         self._input = self._input or self._raw.read(self._compression.piece)
         if not self._input:
             if self._frame is not None and not self._frame.eof:
@@ -186,7 +195,7 @@ class DecompressedFile(io.RawIOBase):
         try:
             self._output = self._frame.decompress(self._input)
             self._at = 0
-        except Exception as error:  # each library has errors of its own
+        except Exception as error:  # Each library raises its own error classes.
             raise DamagedData(f"no {self._compression.name} data: {error}") from error
         self._input = (self._frame.unused_data or b"") if self._frame.eof else b""
         return True

@@ -1,4 +1,4 @@
-"""An input file as a stream of its decompressed bytes, with the digest of its bytes on the disk."""
+"""Opens an input file as a stream of its decompressed bytes, and computes the digest of the compressed bytes on the way."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from meshwright.data.inputs import FileRange, InputFile
 
 @dataclass(frozen=True)
 class Contents:
-    """The xxh3_128 of all bytes of a file that was read."""
+    """The digest of a file that was read."""
 
     file: InputFile
+    """The file."""
     digest: str
+    """xxh3_128 of all bytes of the file as stored, in hexadecimal."""
 
 
 class InputStream(io.BufferedReader):
-    """The decompressed bytes of a file. A read raises DamagedData if they cannot be decompressed."""
+    """The decompressed bytes of a file, or of the part of it that `file.range` gives. A read raises DamagedData if they are damaged."""
 
     def __init__(self, file: InputFile) -> None:
-        """Raises OSError if the file cannot be opened."""
+        """Open the file. Raises OSError if that fails."""
         self.file = file
         self.number = 0 if file.range is None else file.range.before
         """Number of the line or record that was read last."""
@@ -35,11 +37,11 @@ class InputStream(io.BufferedReader):
 
     @property
     def consumed(self) -> int:
-        """Bytes of the file that were read until now."""
+        """Position in the stored file: bytes before it have been read."""
         return self._stored.count
 
     def contents(self) -> Contents:
-        """The digest of the whole file; reads what is left of it. Not for a part of a file."""
+        """Read the rest of the file and return the digest of the whole file. Not allowed for a part of a file."""
         while self._stored.read(READ_BYTES):
             pass
         return Contents(self.file, self._stored.state.hexdigest())
@@ -53,7 +55,7 @@ class InputStream(io.BufferedReader):
 
 
 class _StoredFile(io.RawIOBase):
-    """The bytes of a file, or of a part of it, as they are on the disk: the position in the file, and the digest until now."""
+    """The bytes of a file, or of a part of it, as they are on the disk. It knows its position, and the digest of the bytes read."""
 
     def __init__(self, file: io.FileIO, part: FileRange | None = None) -> None:
         self._file = file

@@ -1,7 +1,7 @@
-"""The pure step of a preparation: read, filter, sign and encode a unit of its files, in any process on any host.
+"""The part of a preparation that depends on one unit only: read, filter, sign and encode the documents of a unit.
 
-A folder has the job as `job.json`, beside it the tokenizer, and gets the result of each unit (data/chunks.py). All hosts must see the
-folder and the input files under the same names.
+Any process on any host can do it. The folder of a job has the job itself in `job.json`, the tokenizer, and the results
+of the units (data/chunks.py). All hosts must see the folder and the input files under the same paths.
 """
 
 from __future__ import annotations
@@ -30,25 +30,31 @@ from meshwright.spec import errors
 from meshwright.spec.errors import BadInput, MeshwrightError
 
 JOB = "job.json"
+"""Name of the file that describes the job."""
 FAILURES = (MeshwrightError, EncodersDiffer, OSError)
-"""What a unit raises; `raised` makes it again in the main process."""
+"""Errors that a unit may raise. A worker sends one as `failure` describes it, and the main process raises it again with `raised`."""
 
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """All that a worker has to know, besides the number of a unit. With `fast` texts are encoded by gigatoken."""
+    """Everything that a worker needs to know except the number of the unit."""
 
     folder: Path
+    """Folder of the job and of its results."""
     tokenizer: LoadedTokenizer
     text_key: str
+    """Key or column of the text in records."""
     cleaning: Cleaning
+    """What is removed."""
     fast: bool
+    """Whether texts are encoded by gigatoken."""
     units: tuple[CorpusUnit, ...]
+    """All units of the job. A unit is known by its number in this list."""
     digests: dict[str, str]
-    """Digests of the files that are divided."""
+    """Digests of the files that are divided into several units, by name."""
 
     def write(self) -> None:
-        """Write the job into its folder."""
+        """Write the job and its tokenizer into the folder."""
         plain = {
             "record": asdict(self.tokenizer.record),
             "text_format": self.tokenizer.text.to_plain(),
@@ -63,7 +69,7 @@ class EncodeJob:
 
     @classmethod
     def read(cls, folder: Path) -> EncodeJob:
-        """The job of a folder. Raises OSError if there is none."""
+        """Read the job of a folder. Raises OSError if there is none."""
         plain: dict[str, Any] = json.loads((folder / JOB).read_bytes())
         record = TokenizerRecord(**plain["record"])
         content = (folder / record.file).read_bytes()
@@ -83,21 +89,21 @@ class EncodeJob:
 
     @property
     def dtype(self) -> str:
-        """The type of the tokens."""
+        """Name of the NumPy type in which the tokens are stored."""
         return token_dtype(self.tokenizer.record.vocab_size)
 
     @cached_property
     def encoder(self) -> FastEncoder | None:
-        """The fast encoder. Raises EncodersDiffer."""
+        """The fast encoder; None if it is not used. Raises EncodersDiffer if it disagrees with the tokenizer."""
         return FastEncoder(self.tokenizer.content, self.tokenizer.tokenizer, 1) if self.fast else None
 
     @cached_property
     def cleaner(self) -> Cleaner:
-        """The filters, loaded."""
+        """The filters and evaluations, loaded."""
         return Cleaner(self.cleaning)
 
     def run(self, number: int) -> None:
-        """Do a unit and write its result. Raises BadInput, EncodersDiffer, and OSError of a full disk."""
+        """Do unit `number` and write its result. Raises BadInput, EncodersDiffer, and OSError, for example of a full disk."""
         unit = self.units[number]
         for file in unit.files:
             _check_unchanged(file)
@@ -108,7 +114,7 @@ class EncodeJob:
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """One of `FAILURES` as values of JSON, which a worker sends to the main process."""
+    """Describe one of `FAILURES` as JSON values, so that a worker can send it to the main process."""
     if isinstance(error, OSError):
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return {"error": "OSError", "errno": error.errno, "message": message}
@@ -116,7 +122,7 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 def raised(answer: dict[str, Any]) -> Exception:
-    """The error that `failure` described."""
+    """Make the error again that `failure` described."""
     kind = answer["error"]
     message = answer["message"]
     if kind == "OSError":
@@ -128,13 +134,13 @@ def raised(answer: dict[str, Any]) -> Exception:
 
 
 def _check_unchanged(file: InputFile) -> None:
-    """Raise BadInput if a file is not as it was listed: this host does not see it, or it changed."""
+    """Raise BadInput if a file has another size than when it was listed, or if this host does not see it."""
     try:
         size = file.path.stat().st_size
     except FileNotFoundError:
         raise BadInput(f"{file.name}: is not there any more, or {socket.gethostname()} does not see it") from None
     except OSError:
-        return  # its reader says why it cannot be read
+        return  # The reader will report why the file cannot be read.
     if size != file.size:
         raise BadInput(
             f"{file.name}: has {size:,} bytes, and had {file.size:,} when the inputs were listed; prepare again when it is written"

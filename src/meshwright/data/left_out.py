@@ -1,4 +1,4 @@
-"""Everything that a preparation leaves out: bad documents, and files that are not read, by reason."""
+"""Collects what a preparation leaves out: bad documents, and files that are not read, by reason."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from meshwright.data.inputs import HARMLESS, NotRead
 from meshwright.data.records import BadDocument
 
 NAMED = 20
-"""Bad documents, and files of each reason, that are named; further ones are counted."""
+"""How many bad documents, and how many files of each reason, are named. Further ones are only counted."""
 
 
 @dataclass
 class BadDocuments:
-    """The number of unusable documents, and the first of them."""
+    """The number of unusable documents, and descriptions of the first ones."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
@@ -32,12 +32,15 @@ class BadDocuments:
 
 @dataclass
 class LeftOut:
-    """Bad documents, and by reason the files that are not read: `{reason: {files, bytes, first}}`."""
+    """What was left out."""
 
     bad: BadDocuments = field(default_factory=BadDocuments)
+    """Unusable documents."""
     not_read: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Files that are not read, by reason: `{reason: {files, bytes, first}}`."""
 
     def add(self, item: BadDocument | NotRead) -> None:
+        """Count a bad document, or a file that is not read."""
         if isinstance(item, BadDocument):
             self.bad.add(item)
             return
@@ -48,7 +51,7 @@ class LeftOut:
             figures["first"].append(f"{item.where}: {item.detail}" if item.detail else item.where)
 
     def merge(self, later: LeftOut) -> None:
-        """Add what was left out of the text behind."""
+        """Add what `later` has left out, which comes after this in the order of inputs."""
         self.bad.count += later.bad.count
         self.bad.first += later.bad.first[: NAMED - len(self.bad.first)]
         for reason, more in later.not_read.items():
@@ -59,16 +62,16 @@ class LeftOut:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> LeftOut:
-        """What `dataclasses.asdict` gives."""
+        """Make a LeftOut from the result of `dataclasses.asdict`."""
         return cls(BadDocuments(**plain["bad"]), plain["not_read"])
 
     @property
     def lost(self) -> dict[str, dict[str, Any]]:
-        """The files that are not read though the inputs name them."""
+        """The files that are not read although the user named them as inputs, by reason."""
         return {reason: figures for reason, figures in self.not_read.items() if reason not in HARMLESS}
 
     def lines(self) -> list[str]:
-        """The bad documents, and the files that are not read though the inputs name them, for a person."""
+        """Return lines for people: the bad documents, and the files that are not read although the user named them."""
         lines = [f"{self.bad.count:,} bad documents:", *str(self.bad).splitlines()] if self.bad.count else []
         for reason, figures in self.lost.items():
             lines += [f"not read, {reason}: {_amount(figures)}", *figures["first"]]
@@ -78,7 +81,7 @@ class LeftOut:
 
 
 def not_read_words(not_read: Mapping[str, Mapping[str, Any]]) -> str:
-    """The figures of the files that are not read, in one line; empty if there are none."""
+    """Return the numbers of the files that are not read, in one line. Empty if there are none."""
     return "; ".join(f"{reason}: {_amount(figures)}" for reason, figures in sorted(not_read.items()))
 
 

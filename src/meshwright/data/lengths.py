@@ -1,4 +1,4 @@
-"""Histogram of the documents' lengths of prepared data, read from the index that preparation wrote."""
+"""Histogram of the lengths of documents in prepared data, computed from the index that the preparation wrote."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from meshwright.data.manifest import open_directory
 from meshwright.data.packing import TokenStream
 
 SHORTEST_RANGE = 64
-"""Tokens of the first range; each further range ends at twice as many."""
+"""The first range of lengths ends at this many tokens. Each further range ends at twice as many."""
 
 
 def length_histogram(directory: Path) -> dict[str, Any]:
-    """`{documents, tokens, longest, ranges: [{first, last, documents, tokens}]}` of the data in `directory`.
+    """Return `{documents, tokens, longest, ranges: [{first, last, documents, tokens}]}` of the data in `directory`.
 
-    `first` and `last` are the lengths in tokens of a range, both included. Tokens that end documents count. Raises BadInput and Damaged
-    as training does.
+    A range contains the documents whose length in tokens is at least `first` and at most `last`. The token that ends a
+    document counts. Raises BadInput and Damaged as training does.
     """
     stream = TokenStream([shard.file for shard in open_directory(directory).shards])
     _, lengths = stream.document_ranges()
@@ -43,7 +43,11 @@ def length_histogram(directory: Path) -> dict[str, Any]:
 
 
 def histogram_lines(histogram: dict[str, Any]) -> list[str]:
-    """The histogram as a table: shares of documents and tokens up to each length, and a bar of the range's tokens."""
+    """Return the histogram as a table for people.
+
+    For each range it shows the fraction of documents and of tokens up to its end, and a bar for the fraction of tokens
+    in the range.
+    """
     documents = max(histogram["documents"], 1)
     tokens = max(histogram["tokens"], 1)
     lines = [

@@ -1,4 +1,4 @@
-"""Processes of this host that do the units of a job; one that dies is replaced, and its units are done again."""
+"""Starts processes on this host that do the units of a job. If one dies, another takes its place and does its units again."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from meshwright.durable.writes import remove_partials
 from meshwright.spec.errors import OutOfResources
 
 AHEAD = 2
-"""Units that a worker has at once: it begins the next one while the main process writes shards."""
+"""Units that a worker has at a time. With two, it begins the next unit while the main process writes shards."""
 MOST_DEATHS = 3
-"""Processes that may die while they do one unit, before the preparation ends."""
+"""Processes that may die while they do one unit. After that many, the preparation ends with an error."""
 
 
 def run_locally(folder: Path, units: Iterable[int], processes: int) -> Iterator[int]:
-    """Do `units` of the job in `folder`; the number of each once it is done, in any order.
+    """Do `units` of the job in `folder`, and yield the number of each once it is done, in any order.
 
-    Raises what a unit raises, and OutOfResources if the processes that do a unit are killed again and again.
+    Raises the error that a unit raises, and OutOfResources if the processes that do a unit are killed MOST_DEATHS
+    times.
     """
     waiting = deque(units)
     deaths = Counter[int]()
@@ -56,10 +57,11 @@ def run_locally(folder: Path, units: Iterable[int], processes: int) -> Iterator[
         for process in running:
             process.end()
         selector.close()
-        remove_partials(folder)  # of processes that were ended
+        remove_partials(folder)  # Processes that were killed leave partial files.
 
 
 def _count_death(deaths: Counter[int], process: _Process) -> None:
+    """Count the death of a process at the first of its units. After MOST_DEATHS, raises an error that says how it died."""
     unit = process.units[0]
     deaths[unit] += 1
     if deaths[unit] == MOST_DEATHS:
@@ -74,7 +76,7 @@ def _count_death(deaths: Counter[int], process: _Process) -> None:
 
 
 class _Process:
-    """A process of `unit_worker`; `units` are those that it has not done, in its order."""
+    """A process that runs `unit_worker`. `units` are the units that were given to it and are not done, in their order."""
 
     def __init__(self, folder: Path) -> None:
         packages = str(Path(meshwright.__file__).parents[1])
@@ -95,17 +97,20 @@ class _Process:
         return self._process.stdout
 
     def give(self, unit: int) -> None:
-        """Send a unit. If the process has ended in the meantime, the unit stays in `units`."""
+        """Send a unit to the process. If the process has ended in the meantime, the unit stays in `units`."""
         assert self._process.stdin is not None
         self.units.append(unit)
         try:
             self._process.stdin.write(b"%d\n" % unit)
             self._process.stdin.flush()
         except BrokenPipeError:
-            return  # its output has ended too, which `answers` sees
+            return  # Its output has ended too, and `answers` will find that.
 
     def answers(self) -> Iterator[int]:
-        """The units that are done now. Raises the error of a unit that failed."""
+        """Yield the units that were done since the last call. Raises the error of a unit that failed.
+
+        Waits for output if there is none. If the output has ended, `ended` becomes true.
+        """
         content = os.read(self.output.fileno(), 1 << 16)
         self.ended = not content
         *lines, self._line = (self._line + content).split(b"\n")
@@ -117,11 +122,11 @@ class _Process:
             yield answer["unit"]
 
     def code(self) -> int:
-        """The code with which it ended."""
+        """Return the exit code of the process, once it has ended. Negative: minus the number of the signal."""
         return self._process.wait()
 
     def end(self) -> None:
-        """End the process."""
+        """Kill the process and close its pipes."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

@@ -1,4 +1,4 @@
-"""The forms in which data sets have preferences, and the prompt and answers that a record of each becomes."""
+"""Knows the forms in which data sets store preferences, and turns a record of each form into a prompt and its answers."""
 
 from __future__ import annotations
 
@@ -13,41 +13,52 @@ from meshwright.data.chat_forms import BadChat, listed, message, text_of
 from meshwright.spec.errors import nearest
 
 Messages = list[Any]
+"""A list of messages of a chat."""
 Kind = Literal["pairs", "labels"]
+"""`pairs`: a good and a bad answer. `labels`: one answer that is good or bad."""
 SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen-rating", "rejected-rating"))
-"""Keys of the scores of the two answers of a pair; a data set has one of them or none."""
+"""Pairs of keys under which data sets store the scores of the two answers, the better answer's first."""
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 class Preference(NamedTuple):
-    """A prompt and its answers, each with 1 if it is good and -1 if not; of a pair the good one first. All are lists of messages.
-
-    `scores` are those of the answers of a pair in the data.
-    """
+    """A prompt and the answers to it. Prompt and answers are lists of messages."""
 
     prompt: Messages
+    """Messages before the answers."""
     answers: list[tuple[Messages, int]]
+    """Each answer with 1 if it is good and -1 if it is bad. Of a pair, the good answer is first."""
     tools: Any = None
+    """Definitions of the tools that the model may call."""
     scores: tuple[float, float] | None = None
+    """Scores of the good and the bad answer of a pair, if the data has scores."""
 
 
 @dataclass(frozen=True)
 class PreferenceForm:
-    """A form of records. `keys` are those that each record has, `also` those that it may have; `meaning` is for the page on them."""
+    """A form of records, which is recognised by its keys."""
 
     name: str
+    """Name for people."""
     kind: Kind
+    """Whether a record has a pair of answers, or one answer with a label."""
     keys: tuple[str, ...]
+    """Keys that each record has."""
     meaning: str
+    """Explanation for the documentation."""
     read: Callable[[Mapping[str, Any]], Preference]
-    """The preference of a record. Raises BadChat."""
+    """Turns a record into a preference. Raises BadChat if the record does not have this form."""
     also: tuple[str, ...] = tuple(key for pair in SCORES for key in pair)
+    """Further keys that a record may have."""
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.keys)})"
 
     def preference(self, record: Mapping[str, Any]) -> Preference:
-        """The preference of a record, a `system` message first. Raises BadChat, also for scores that contradict the order."""
+        """Turn a record into a preference. The text under `system` becomes its first message.
+
+        Raises BadChat if the record is malformed, and if its scores contradict the order of its answers.
+        """
         found = self.read(record)
         found = found._replace(scores=_scores(record) if self.kind == "pairs" else None)
         if any(_role(answer[0]) != "assistant" for answer, _ in found.answers):
@@ -60,7 +71,10 @@ class PreferenceForm:
 
 
 def _scores(record: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The scores of the chosen and the rejected answer, if the record has them. Raises BadChat if they contradict the order."""
+    """Return the scores of the chosen and the rejected answer; None if the record has none.
+
+    Raises BadChat if they contradict the order.
+    """
     for better, worse in SCORES:
         scores = [record.get(better), record.get(worse)]
         if None in scores:
@@ -75,7 +89,7 @@ def _scores(record: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def _answer(value: Any, key: str) -> Messages:
-    """The messages of an answer: a text, a message, or a list of messages."""
+    """Return the messages of an answer, which is a text, one message, or a list of messages."""
     if isinstance(value, str):
         return [message("assistant", value)]
     if isinstance(value, dict) and ("role" in value or "from" in value):
@@ -94,7 +108,7 @@ def _pair(prompt: Messages, chosen: Messages, rejected: Messages, tools: Any = N
 
 
 def _asked(record: Mapping[str, Any]) -> Preference:
-    """`prompt`, and two answers, which may repeat it."""
+    """Reads `prompt`, `chosen` and `rejected`. The two answers may begin with the prompt."""
     prompt = _prompt(record, "prompt")
     answers = [_answer(record.get(key), key) for key in ("chosen", "rejected")]
     if all(_role(answer[0]) == "assistant" for answer in answers):
@@ -107,12 +121,12 @@ def _asked(record: Mapping[str, Any]) -> Preference:
 
 
 def _conversations(record: Mapping[str, Any]) -> Preference:
-    """`conversations` before the two answers."""
+    """Reads `conversations`, which is the prompt, and two answers."""
     return _pair(listed(record, "conversations"), *(_answer(record.get(key), key) for key in ("chosen", "rejected")))
 
 
 def _whole(record: Mapping[str, Any]) -> Preference:
-    """Two conversations, which have the prompt in common."""
+    """Reads two whole conversations. The messages with which both begin are the prompt."""
     values = [record.get(key) for key in ("chosen", "rejected")]
     if all(isinstance(value, str) for value in values):
         return _parted(*(_turns(str(value), key) for value, key in zip(values, ("chosen", "rejected"), strict=True)))
@@ -120,7 +134,7 @@ def _whole(record: Mapping[str, Any]) -> Preference:
 
 
 def _turns(text: str, key: str) -> Messages:
-    """The messages of a text with the turns `Human:` and `Assistant:`."""
+    """Return the messages of a text in which `Human:` and `Assistant:` begin the turns."""
     parts = _TURN.split(text)
     if parts[0].strip() or len(parts) < 3:
         raise BadChat(f"{key}: a text without a prompt: expected the key prompt, or turns of Human: and Assistant:")
@@ -129,7 +143,10 @@ def _turns(text: str, key: str) -> Messages:
 
 
 def _parted(chosen: Messages, rejected: Messages) -> Preference:
-    """Two conversations as the prompt that they have in common, and what follows it. Raises BadChat if their prompts differ."""
+    """Divide two conversations into the prompt with which both begin and the answers that follow.
+
+    Raises BadChat if the prompts differ.
+    """
     same = 0
     for one, other in zip(chosen, rejected, strict=False):
         if _words(one) != _words(other):
@@ -155,7 +172,7 @@ def _words(item: Any) -> Any:
 
 
 def _rated(record: Mapping[str, Any]) -> Preference:
-    """A prompt, an answer, and whether it is good."""
+    """Reads a prompt, an answer, and whether the answer is good."""
     label = record.get("label")
     if not isinstance(label, bool) and label not in (0, 1):
         raise BadChat(f"label: expected true or false, got {json.dumps(label, default=str)}")
@@ -165,7 +182,7 @@ def _rated(record: Mapping[str, Any]) -> Preference:
 
 
 def _preferred(record: Mapping[str, Any]) -> Preference:
-    """OpenAI's form."""
+    """Reads the form that OpenAI documents for preference fine-tuning."""
     given = record.get("input")
     if not isinstance(given, dict):
         raise BadChat("input: expected an object with messages")
@@ -174,7 +191,7 @@ def _preferred(record: Mapping[str, Any]) -> Preference:
 
 
 def _ranked(record: Mapping[str, Any]) -> Preference:
-    """Completions with ranks, of which the first is the best; of more than two the first and the last."""
+    """Reads completions with ranks. The completions of best and of worst rank become the pair; others are not used."""
     given = record.get("completions")
     if not isinstance(given, list) or not all(
         isinstance(each, dict) and isinstance(each.get("rank"), int) for each in given
@@ -188,7 +205,7 @@ def _ranked(record: Mapping[str, Any]) -> Preference:
 
 
 def _replaced(record: Mapping[str, Any]) -> Preference:
-    """A conversation, and what its last answer could have been instead."""
+    """Reads a conversation, and an answer that is worse than the conversation's last message."""
     whole = listed(record, "messages")
     if len(whole) < 2 or _role(whole[-1]) != "assistant":
         raise BadChat("messages: expected a prompt and, last, an answer of the assistant")
@@ -247,16 +264,16 @@ FORMS = (
         also=(),
     ),
 )
-"""The forms that are recognised by the keys of a record, the first that fits."""
+"""The known forms. A record has the first form whose keys it all has."""
 
 
 def preference_form_of(names: Collection[str]) -> PreferenceForm | None:
-    """The form of records with these keys; None if it is none of those known."""
+    """Return the form of records with the keys `names`; None if it is not known."""
     return next((form for form in FORMS if set(form.keys) <= set(names)), None)
 
 
 def no_preference_form(record: Mapping[str, Any]) -> str:
-    """Why a record is of no form, for a person: what was seen, and what is known."""
+    """Return a sentence for people: which keys the record has, and which forms are known."""
     known: Sequence[str] = [key for form in FORMS for key in form.keys]
     pairs = ((nearest(key, record, 0.8), key) for key in known if key not in record)
     near = next((f" ({found!r} is near {key!r})" for found, key in pairs if found), "")

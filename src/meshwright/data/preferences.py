@@ -1,7 +1,10 @@
-"""Preferences as documents: each answer with its prompt, the tokens of the answer with the weight 1 if it is good and -1 if not.
+"""Turns preferences into documents. Each answer becomes a document together with its prompt.
 
-The answers to a prompt are documents one after another, and begin with the same tokens: the template writes their prompt alike, and a text
-is encoded so that the tokens before an answer are those of the text before it (`encode_chat`).
+The tokens of the answer have the weight 1 if it is good and -1 if it is bad. The prompt has the weight 0.
+
+The documents of one prompt follow each other and begin with the same tokens. Two facts ensure that: the template writes
+the prompt of all answers alike, and a text is encoded such that the tokens before an answer do not depend on the answer
+(`encode_chat`).
 """
 
 from __future__ import annotations
@@ -25,27 +28,28 @@ from meshwright.spec.errors import BadInput
 
 
 class PreferenceReader(ChatReader):
-    """Reads the preferences of files. Raises BadInput for pairs after labelled answers, and the other way round."""
+    """Reads the preferences of files. Raises BadInput if pairs and labelled answers are mixed."""
 
     unknown_form = "no preferences"
     default_form = FORMS[0]
 
     kind: Kind | None = None
-    """What the records that were read are."""
+    """What the records read so far have: pairs of answers, or labelled answers."""
 
     def form_of(self, names: Collection[str], key: str | None) -> PreferenceForm | None:
-        """The form of records with these keys; None if it is none."""
+        """Return the form of records with the keys `names`; None if it is not known."""
         del key
         return preference_form_of(names)
 
     def no_form(self, record: Mapping[str, Any], key: str | None) -> str:
-        """Why a record is of no form."""
+        """Return a sentence for people: why the record has no known form."""
         del key
         return no_preference_form(record)
 
     def _documents(
         self, file: InputFile, record: DataRecord, form: PreferenceForm
     ) -> Iterator[CorpusDocument | BadDocument]:
+        """Yield the documents of one record. If one of its answers is unusable, only that BadDocument is yielded."""
         self._check_record(record, (*form.keys, *form.also, *COMMON_KEYS, "id"))
         if record.fields.get("weight") is not None:
             raise BadChat("weight: preferences have none")
@@ -76,7 +80,7 @@ class PreferenceReader(ChatReader):
         yield whole[-1]
 
     def _answered(self, prompt: list[Any], answer: list[Any], sign: int, tools: list[dict[str, Any]] | None) -> Chat:
-        """The prompt and one answer. Raises BadChat."""
+        """Join the prompt and one answer to a chat. `sign` becomes the weight of the answer's messages. Raises BadChat."""
         messages = []
         weights = []
         for part, weight in ((prompt, 0.0), (answer, float(sign))):
@@ -92,7 +96,7 @@ class PreferenceReader(ChatReader):
 
 
 def count_preferences(kind: Kind, shards: Iterable[tuple[Path, Shard]]) -> PreferenceCounts:
-    """The good and bad answers of the shards of a directory."""
+    """Count the good and the bad answers in the shards of a directory."""
     counts: Counter[bool] = Counter()
     for directory, shard in shards:
         assert shard.weights is not None, "a shard of preferences has weights"

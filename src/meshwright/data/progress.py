@@ -1,4 +1,4 @@
-"""Progress of a long read on stderr: a bar on a terminal, a plain line at intervals elsewhere."""
+"""Shows the progress of a long read on stderr: as a bar on a terminal, otherwise as a line of text every few seconds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 Report = Callable[[int, int, int], None]
-"""Called with the bytes of input read, the documents written and the tokens written until now."""
+"""Called with three totals: bytes of input read, documents written, tokens written."""
 SECONDS_BETWEEN_LINES = 5.0
+"""Seconds between two lines if stderr is not a terminal."""
 SECONDS_BETWEEN_UPDATES = 0.1
-"""Of a bar: words are made so often, not for each document."""
+"""Shortest time between two updates of the bar. Without it, the text would be made again for each document."""
 
 
 @contextmanager
 def progress(title: str, total_bytes: int, shown: bool) -> Iterator[Report]:
-    """A `Report` to be called at any rate; with `shown` false it does nothing."""
+    """A context that gives a `Report`, which may be called at any rate. If `shown` is false, it shows nothing."""
     if not shown:
         yield lambda done, documents, tokens: None
     elif sys.stderr.isatty():
@@ -28,7 +29,7 @@ def progress(title: str, total_bytes: int, shown: bool) -> Iterator[Report]:
 
 
 class _Meter:
-    """Figures of a running preparation. Work of earlier attempts counts in the sums, not in the rates."""
+    """Computes the figures to show. Totals include the work of earlier attempts; rates do not."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total = max(total_bytes, 1)
@@ -37,11 +38,11 @@ class _Meter:
 
     @property
     def started(self) -> bool:
-        """Whether there are figures from which rates are counted."""
+        """Whether the first call of `words` has set the point from which rates are counted."""
         return self._started is not None
 
     def words(self, done: int, documents: int, tokens: int) -> str:
-        """Documents, tokens and their rates, and the remaining time if there is a rate."""
+        """Return a text with the totals of documents and tokens. If rates are known, they and the remaining time follow."""
         now = time.monotonic()
         if self._started is None:
             self._started = now
@@ -58,6 +59,7 @@ class _Meter:
 
 @contextmanager
 def _bar(title: str, total_bytes: int) -> Iterator[Report]:
+    """A context that shows a bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
@@ -81,6 +83,7 @@ def _bar(title: str, total_bytes: int) -> Iterator[Report]:
 
 
 def _lines(title: str, total_bytes: int) -> Report:
+    """Return a report that writes a line of text every few seconds."""
     last = time.monotonic()
     meter = _Meter(total_bytes)
 

@@ -1,4 +1,8 @@
-"""A Ray cluster that does the units of a job. Ray restarts a task whose worker dies; text and tokens never enter its object store."""
+"""Does the units of a job on a Ray cluster.
+
+Ray repeats a task whose worker process dies. Texts and tokens do not pass through Ray's object store: workers read and
+write files.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,18 @@ from meshwright.data.jobs import FAILURES, JOB, EncodeJob, failure, raised
 from meshwright.spec.errors import BadInput, OutOfResources
 
 AHEAD = 2
-"""Units for each core of the cluster that Ray has at once."""
+"""Units per core of the cluster that are submitted to Ray at a time."""
 CALLS_OF_A_WORKER = 32
-"""Units after which a worker process ends, because the encoder keeps every word that it has seen."""
+"""Units after which a worker process is replaced. The encoder remembers every word that it has seen, so its memory grows."""
 RETRIES = 3
+"""Times that Ray repeats a unit whose worker died."""
 
 _jobs: dict[tuple[str, int], EncodeJob] = {}
-"""The job that this worker process has loaded, by its folder and the time of its file."""
+"""The job that this worker process has loaded. The key has the job's folder and the modification time of its file."""
 
 
 def check_ray(chats: bool) -> None:
-    """Raise BadInput if Ray is not installed, or cannot do this work."""
+    """Raise BadInput if Ray is not installed, or if the inputs are `chats`, which Ray does not prepare."""
     if chats:
         raise BadInput("--ray: is for text; chats and preferences are prepared on one host")
     try:
@@ -33,10 +38,10 @@ def check_ray(chats: bool) -> None:
 
 
 def run_on_ray(folder: Path, units: Sequence[int], address: str) -> Iterator[int]:
-    """Do `units` of the job in `folder` on the cluster at `address`; the number of each once it is done, in any order.
+    """Do `units` of the job in `folder` on the cluster at `address`, and yield the number of each once it is done, in any order.
 
-    Raises what a unit raises; OutOfResources if its workers die again and again; BadInput if there is no cluster, or it does not see the
-    folder.
+    Raises the error that a unit raises, OutOfResources if the workers that do a unit die again and again, and BadInput
+    if no cluster answers or if this host does not see the results that the workers write.
     """
     import ray
 
@@ -54,6 +59,7 @@ def run_on_ray(folder: Path, units: Sequence[int], address: str) -> Iterator[int
 
 
 def _run(ray: Any, folder: Path, units: Sequence[int], address: str) -> Iterator[int]:
+    """Submit the units to the cluster, a limited number at a time, and yield the number of each that is done."""
     task = ray.remote(max_calls=CALLS_OF_A_WORKER, max_retries=RETRIES, num_cpus=1)(run_unit)
     most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
     waiting = deque(units)
@@ -81,12 +87,12 @@ def _run(ray: Any, folder: Path, units: Sequence[int], address: str) -> Iterator
             yield unit
     finally:
         for left in running:
-            with suppress(Exception):  # the cluster may be gone
+            with suppress(Exception):  # The cluster may have ended.
                 ray.cancel(left, force=True)
 
 
 def run_unit(folder: str, unit: int) -> dict[str, Any] | None:
-    """Do a unit in a worker of the cluster: None, or what it raised, as `jobs.failure` describes it."""
+    """Do a unit in a worker of the cluster. Returns None, or the error as `jobs.failure` describes it."""
     try:
         key = (folder, (Path(folder) / JOB).stat().st_mtime_ns)
         if key not in _jobs:

@@ -1,4 +1,4 @@
-"""The first steps of a preparation: read the documents of files, and filter them."""
+"""The first steps of a preparation: reads the documents of files and filters them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from meshwright.data.left_out import LeftOut
 from meshwright.data.removed import Removed
 
 Read = Callable[[InputFile], Iterable[FromFile]]
-"""Reads the documents of a file in order."""
+"""Yields the documents of a file in order, and what was left out."""
 
 
 class DocumentReading:
-    """A pass over the documents of files; `left_out`, `removed` and `digests` are complete once it is done."""
+    """One pass over the documents of `files`.
+
+    `left_out`, `removed` and `digests` are complete after `documents` has ended.
+
+    `not_read` are files that were left out already when the inputs were listed. `read` reads one file.
+    """
 
     def __init__(
         self, files: Sequence[InputFile], not_read: Iterable[NotRead], read: Read, cleaner: Cleaner | None = None
@@ -27,12 +32,12 @@ class DocumentReading:
         self.left_out = LeftOut()
         self.removed = Removed()
         self.digests: dict[str, str] = {}
-        """Digest of the bytes of each file, by name."""
+        """Digest of the bytes of each file, by its name."""
         for item in not_read:
             self.left_out.add(item)
 
     def documents(self) -> Iterator[CorpusDocument]:
-        """The documents that no filter removes, in order."""
+        """Yield the documents that no filter removes, in order."""
         for file in self.files:
             for item in self._read(file):
                 if isinstance(item, CorpusDocument):

@@ -1,4 +1,4 @@
-"""The samples of a training step, past or future, from seed and configuration only."""
+"""Finds the samples of any training step, past or future. They follow from the seed and the configuration alone."""
 
 from __future__ import annotations
 
@@ -25,15 +25,25 @@ def show_step(
     global_batch_tokens: int | None = None,
     batch_ramp: Sequence[BatchStage] = (),
 ) -> dict[str, Any]:
-    """`{step, samples: [{global_index, source, documents: [{file, id, start, end}], tokens}]}` of one training step.
+    """Return `{step, samples: [{global_index, source, documents: [{file, id, start, end}], tokens}]}` of one training step.
 
-    Steps count from 1, as in metrics.jsonl: step N reads samples (N - 1) * global_batch to N * global_batch - 1, or later ones if
-    the run left out those of `skipped`, earlier ones with a `batch_ramp`. With `global_batch_tokens` they follow from the lengths of all
-    samples before. `start` and `end` are tokens within the document (end exclusive), `tokens` is how many the sample has. With `text`
-    each sample also holds its decoded `text`. A sample of chats also has `trained`, the ranges [start, stop) of its tokens that are
-    trained on, and with `text` the `parts` of its text, each with `trained` and `text`; with weights of tokens also `weights`, one for each
-    range, and `weight` of each trained part. `packing` has the
-    `PackingCounts` of each source of chats. Raises BadInput for a step below 1, or when text is asked of data whose tokenizer is not known.
+    Steps count from 1, as in metrics.jsonl. Without further settings, step N reads the samples (N - 1) * `global_batch`
+    to N * `global_batch` - 1. These arguments change that:
+
+    - `skipped`: ranges of samples that the run left out. Later samples take their place.
+    - `batch_ramp`: stages with smaller batches at the start of the run.
+    - `global_batch_tokens`: a step then has as many samples as have at most this many tokens together. To find its
+      samples, the lengths of all earlier samples are looked up.
+
+    In the result, `start` and `end` are token numbers in the document (`end` exclusive), and `tokens` is the number of
+    tokens of the sample. A sample of chats also has `trained`, the ranges [start, stop) of its tokens on which the
+    model is trained. If tokens have weights, it has `weights`, one for each of these ranges. `packing` has the
+    `PackingCounts` of each source of chats.
+
+    With `text`, each sample has its decoded `text`. A sample of chats then has `parts`, its text divided where training
+    begins and ends; each part has `trained` and `text`, and `weight` if tokens have weights.
+
+    Raises BadInput if `step` is below 1, and if `text` is requested but the tokenizer of the data is not known.
     """
     if step < 1:
         raise BadInput(f"--step {step}: expected 1 or more; steps count from 1")
@@ -55,7 +65,7 @@ def show_step(
 def _tokens(
     source: DataSource, samples: Sequence[dict[str, Any]], indices: range
 ) -> Iterator[tuple[dict[str, Any], list[int], Callable[[list[int]], str]]]:
-    """Yields each sample, its token ids and the function that decodes them."""
+    """Yield each sample with its token ids and the function that decodes them."""
     from meshwright.data.tokenizer import load_tokenizer
 
     file = source.tokenizer_file
@@ -69,7 +79,7 @@ def _tokens(
 def _parts(
     ids: list[int], trained: list[list[int]], weights: list[float] | None, decode: Callable[[list[int]], str]
 ) -> list[dict[str, Any]]:
-    """The text of the tokens, cut where training begins and ends, each trained part with its weight if there are `weights`."""
+    """Divide the text of `ids` where training begins and ends. Each trained part gets its weight if there are `weights`."""
     bounds = [0, *(bound for span in trained for bound in span), len(ids)]
     parts: list[dict[str, Any]] = [
         {"trained": number % 2 == 1, "text": decode(ids[start:stop])}

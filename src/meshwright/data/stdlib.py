@@ -1,4 +1,4 @@
-"""The built-in corpus: the source files of Python's standard library, prepared on first use (`data.mix: stdlib`)."""
+"""The built-in corpus `data.mix: stdlib`: the source files of Python's standard library, prepared when they are first used."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.folders import CACHE_HINT, user_cache
 
 VOCABULARY = 4096
+"""Default number of tokens in its vocabulary."""
 HELD_OUT_FRACTION = 0.02
+"""Fraction of the files in the held-out split."""
 
 
 def ensure_stdlib(folder: Path, vocab: int = VOCABULARY, *, shown: bool = False) -> Path:
-    """Prepare the standard library in `folder` unless it is there; `folder`.
+    """Prepare the standard library in `folder` unless that was done before, and return `folder`.
 
-    2% of the files are held out. Any number of processes may call it at once: one works, the others wait for it.
-    Raises BadInput when the folder holds it with another vocabulary, and when this user cannot make the folder.
+    2% of the files are held out. Any number of processes may call this at the same time: one does the work and the
+    others wait for it. `shown` shows progress on stderr. Raises BadInput if the folder was prepared with another
+    vocabulary, or if this user cannot write it.
     """
     preparation = Preparation((STDLIB,), f"{TRAIN_PREFIX}{vocab}", folder, held_out=HELD_OUT_FRACTION)
     for manifest in finished_manifests(preparation).values():
@@ -45,5 +48,8 @@ def ensure_stdlib(folder: Path, vocab: int = VOCABULARY, *, shown: bool = False)
 
 
 def stdlib_folder(vocab: int = VOCABULARY) -> Path:
-    """Default folder of the built-in corpus: in the user's cache, by vocabulary and Python version."""
+    """Return the default folder of the built-in corpus.
+
+    It is in the user's cache, and its name contains the vocabulary and the Python version.
+    """
     return user_cache() / f"{STDLIB}-{vocab}-py{platform.python_version()}"

@@ -1,9 +1,10 @@
-"""`meshwright data import`: token files of other programs as prepared data, once every document is seen to fit the tokenizer.
+"""Implements `meshwright data import`: turns token files of other programs into prepared data.
 
-    a.ds, a.ds.index   datatrove: tokens as uint16 or uint32, and the end of each document in tokens as uint64
+    a.ds, a.ds.index   datatrove: tokens as uint16 or uint32; the index has the end of each document, counted in tokens, as uint64
     a.bin, a.idx       Megatron (data/indexed.py)
 
-Each document has to end with the end token of the tokenizer: datatrove's default is `<|endoftext|>`, whatever the tokenizer.
+Every document is checked: its ids must exist in the tokenizer, and it must end with the tokenizer's end token. The
+second check finds a frequent mistake, because datatrove writes `<|endoftext|>` by default, whichever tokenizer is used.
 """
 
 from __future__ import annotations
@@ -41,15 +42,21 @@ from meshwright.durable.lock import locked
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, nearest
 
 DATATROVE = ".ds"
+"""Ending of the token files of datatrove."""
 INDEX = ".index"
+"""Ending that is added for the index of a datatrove file."""
 LOSS = ".loss"
+"""Ending that is added for the loss mask of a datatrove file."""
 MEGATRON = ".bin"
+"""Ending of the token files of Megatron."""
 ENDS_AT_ONCE = 1 << 16
+"""Document ends that are read at once."""
 TOKEN_TYPES = (np.dtype("<u2"), np.dtype("<u4"))
+"""Types in which datatrove stores tokens."""
 
 
 class DatatroveFile:
-    """An open `.ds` file with its index. Raises BadInput if one is missing, Damaged if their sizes disagree."""
+    """A `.ds` file and its index, opened for reading. Raises BadInput if a file is missing, Damaged if the files' sizes disagree."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +80,7 @@ class DatatroveFile:
         self._dtype = dtype
 
     def read(self) -> Iterator[np.ndarray]:
-        """The tokens of each document. Raises Damaged if ends do not ascend."""
+        """Yield the tokens of each document, `(tokens,)`. Raises Damaged if the ends of documents do not ascend."""
         start = 0
         for first in range(0, self.documents, ENDS_AT_ONCE):
             for end in self._ends(first, min(first + ENDS_AT_ONCE, self.documents)).tolist():
@@ -97,9 +104,17 @@ def import_tokens(
     shard_tokens: int = SHARD_TOKENS,
     shown: bool = False,
 ) -> PreparedCorpus:
-    """Write the documents of token files as prepared data into `out`. The same call continues after a kill, or finds the work done.
+    """Write the documents of token files as prepared data into `out`.
 
-    Raises BadInput for files that are missing, ids that the tokenizer lacks, and a document that does not end with its end token.
+    - `inputs`: token files, or folders of them.
+    - `tokenizer`: the tokenizer.json, or its folder, with which the tokens were made.
+    - `held_out`: fraction of the documents for the held-out split.
+    - `eos`: the token that ends each document; None for the tokenizer's own.
+    - `shard_tokens`: maximum number of tokens in a shard.
+    - `shown`: whether to show progress on stderr.
+
+    The same call continues after it was killed, and does nothing if the work is done. Raises BadInput if files are
+    missing, if an id is not in the tokenizer, and if a document does not end with the end token.
     """
     if parse_train_request(tokenizer) is not None:
         raise BadInput(f"--tokenizer {tokenizer}: tokens have a tokenizer already; name its tokenizer.json or folder")
@@ -137,7 +152,7 @@ def import_tokens(
 
 
 def _documents(files: Sequence[InputFile], tokenizer: LoadedTokenizer, preparation: Preparation) -> Iterator[Numbered]:
-    """The documents of the files, checked."""
+    """Yield the documents of the files, checked, as (split, number, document)."""
     end = tokenizer.record.eos
     size = tokenizer.record.vocab_size
     dtype = token_dtype(size)
@@ -163,7 +178,7 @@ def _documents(files: Sequence[InputFile], tokenizer: LoadedTokenizer, preparati
 
 
 def _text_bytes(tokenizer: LoadedTokenizer) -> np.ndarray:
-    """The bytes that each token adds to a text."""
+    """Return the number of bytes of text that each token stands for, `(vocabulary,)` int64."""
     plain = TokenBytes(tokenizer.tokenizer).plain
     return np.array([len(plain[token]) for token in range(tokenizer.record.vocab_size)], dtype=np.int64)
 
@@ -178,7 +193,7 @@ def _wrong_end(tokenizer: LoadedTokenizer, found: int) -> str:
 
 
 def _read(path: Path) -> Iterator[np.ndarray]:
-    """The tokens of each document of a file."""
+    """Yield the tokens of each document of a token file."""
     if path.suffix == DATATROVE:
         yield from DatatroveFile(path).read()
         return
@@ -190,7 +205,7 @@ def _read(path: Path) -> Iterator[np.ndarray]:
 
 
 def _input_files(inputs: Sequence[Path]) -> list[InputFile]:
-    """The token files of folders and files, in order of name. Raises BadInput if there are none."""
+    """Return the token files that `inputs` name, those of a folder sorted by name. Raises BadInput if an input has none."""
     paths: list[Path] = []
     for path in inputs:
         if path.is_dir():

@@ -1,7 +1,7 @@
-"""Tokenizers: any Hugging Face `tokenizer.json` is loaded, and a byte-level BPE is trained from text.
+"""Loads any `tokenizer.json` of Hugging Face, and trains a byte-level BPE from text.
 
-The trained one splits text by GPT-2's rule, which llama.cpp and every server know, so that an exported model loads
-elsewhere.
+A trained tokenizer splits text by the rule of GPT-2. llama.cpp and all servers know this rule, so they can load an
+exported model.
 """
 
 from __future__ import annotations
@@ -26,28 +26,38 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 
 SMALLEST = 257
+"""Minimum number of tokens of a vocabulary: 256 bytes and the end of text."""
 SAMPLE_BYTES = 64 << 20
+"""Bytes of text on which a tokenizer is trained."""
 LONGEST_TEXT = 1 << 18
+"""Longest text that is given to the trainer at once, in characters."""
 SPACE = re.compile(r"\s")
 TRAIN_PREFIX = "train:"
+"""Beginning of a tokenizer argument that requests training: `train:SIZE`."""
 
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer, the exact bytes of its file, its entry in a manifest, and the format of its texts."""
+    """A tokenizer that was loaded."""
 
     tokenizer: Tokenizer
+    """The tokenizer itself."""
     content: bytes
+    """The exact bytes of its file."""
     record: TokenizerRecord
+    """Its entry in a manifest."""
     text: TextFormat
+    """The tokens that begin and end a text, and the chat template."""
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> bytes:
-    """Train a byte-level BPE of `size` tokens, the first `<|endoftext|>`; the content of its `tokenizer.json`.
+    """Train a byte-level BPE of `size` tokens and return the content of its `tokenizer.json`.
 
-    The same texts give the same bytes. A text too small for `size` merges gives fewer tokens. Raises BadInput when
-    `size` is below 257, the 256 bytes and the end of text. Method: Sennrich et al. 2016 on bytes as in GPT-2 (Radford
-    et al. 2019).
+    Token 0 is `<|endoftext|>`.
+
+    The same texts give the same bytes. If the texts are too small for `size` merges, there are fewer tokens. Raises
+    BadInput if `size` is below 257: the 256 bytes and the end of text. Method: Sennrich et al. 2016, on bytes as in
+    GPT-2 (Radford et al. 2019).
     """
     check_size(size)
     tokenizer: Any = Tokenizer(models.BPE())
@@ -63,7 +73,10 @@ def train_tokenizer(texts: Iterable[str], size: int) -> bytes:
 
 
 def _bounded(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, long ones in pieces that end at a word: the trainer takes some hundred bytes of memory for each character."""
+    """Yield the texts, with long ones divided at spaces.
+
+    The trainer needs several hundred bytes of memory for each character of a text that it is given.
+    """
     for text in texts:
         start = 0
         while len(text) - start > LONGEST_TEXT:
@@ -76,16 +89,19 @@ def _bounded(texts: Iterable[str]) -> Iterator[str]:
 
 
 def load_tokenizer(path: Path, eos: str | None = None, *, template: str | None = None) -> LoadedTokenizer:
-    """Load a `tokenizer.json`, or the one in a folder; `eos` names the token that ends a document, else its folder does.
+    """Load a `tokenizer.json`, or the one in a folder.
 
-    Raises BadInput when the file is missing or not a tokenizer, or has no such token.
+    - `eos`: the token that ends a document. None: the files in the folder tell it.
+    - `template`: a chat template to use in place of the folder's own.
+
+    Raises BadInput if the file is missing or is not a tokenizer, and if no token ends a document.
     """
     where = str(tokenizer_file(path))
     return parse_tokenizer(read_tokenizer(path), where, eos, folder=tokenizer_folder(path), template=template)
 
 
 def tokenizer_file(path: Path) -> Path:
-    """`path`, or the `tokenizer.json` in it when it is a folder. Raises BadInput when there is no such file."""
+    """Return `path`, or the `tokenizer.json` in it if `path` is a folder. Raises BadInput if there is no such file."""
     file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
         raise BadInput(f"{file}: no such tokenizer; expected a tokenizer.json, a folder with one, or `train:SIZE`")
@@ -93,7 +109,11 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def tokenizer_folder(path: Path) -> Path:
-    """The folder with the files that go with a tokenizer.json: its own, or where that has none, the one to which the file is a link."""
+    """Return the folder with the files that belong to a tokenizer.json, such as its configuration and chat template.
+
+    It is the folder of the file. If that has no such files and the file is a symbolic link, the folder of the link's
+    target is tried.
+    """
     file = tokenizer_file(path)
     while file.is_symlink() and not any((file.parent / name).is_file() for name in (*TEXT_FILES, CONFIG)):
         file = file.parent / os.readlink(file)
@@ -101,7 +121,12 @@ def tokenizer_folder(path: Path) -> Path:
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """The content of a `tokenizer.json`, or of the one in a folder, out of which it may not be a link. Raises BadInput."""
+    """Read the content of a `tokenizer.json`, or of the one in a folder.
+
+    In a folder it may not be a link that leaves the folder.
+
+    Raises BadInput.
+    """
     file = tokenizer_file(path)
     return read_folder_file(file if path.is_dir() else Path(os.path.realpath(file)), TOKENIZER_BYTES)
 
@@ -109,12 +134,17 @@ def read_tokenizer(path: Path) -> bytes:
 def parse_tokenizer(
     content: bytes, where: str, eos: str | None = None, *, folder: Path | None = None, template: str | None = None
 ) -> LoadedTokenizer:
-    """The tokenizer in the bytes of a `tokenizer.json`; `where` is its name in messages, `folder` has the files that go with it.
+    """Load the tokenizer from the bytes of a `tokenizer.json`.
 
-    `template` stands in for the folder's chat template.
+    - `where`: name of the file in messages.
+    - `eos`: the token that ends a document. None: the files in `folder` tell it.
+    - `folder`: has the files that belong to the tokenizer.
+    - `template`: a chat template to use in place of the folder's own.
+
+    Raises BadInput if the content is not a tokenizer, and if no token ends a document.
     """
     tokenizer = tokenizer_in(content, where)
-    # The spelling of a special token inside a document is encoded as text.
+    # If a document contains the spelling of a special token, it is encoded as ordinary text.
     tokenizer.encode_special_tokens = True
     text = derive(folder, tokenizer, eos=eos, content=content, where=where, template=template)
     if text.document_end is None:
@@ -125,10 +155,13 @@ def parse_tokenizer(
 
 
 def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMPLE_BYTES) -> Iterator[tuple[str, str]]:
-    """(key, text) of documents spread evenly over `files`, about `sample_bytes`, to train a tokenizer on.
+    """Choose texts on which a tokenizer is trained, about `sample_bytes` of text spread evenly over `files`.
 
-    The budget grows by each file's share of the total size. A file is read when the budget covers it whole, or a 64th of the sample; so
-    some small files are read whole, evenly spread, and large ones from their beginning.
+    Yields (key, text).
+
+    A budget of bytes grows at each file by the file's share of the total size. A file is read if the budget covers all
+    of it, or at least 1/64 of the sample. Otherwise the budget grows on until the next file. So some of many small
+    files are read whole, at even distances, and a large file is read from its beginning until the budget is used.
     """
     total = sum(file.size for file in files) or 1
     budget = 0.0
@@ -147,7 +180,7 @@ def sample_texts(files: list[InputFile], text_key: str, sample_bytes: int = SAMP
 
 
 def parse_train_request(tokenizer: str) -> int | None:
-    """SIZE of `train:SIZE`, or None when `tokenizer` names a file. Raises BadInput when SIZE is not a usable number."""
+    """Return SIZE if `tokenizer` is `train:SIZE`, None if it names a file. Raises BadInput if SIZE is not a usable number."""
     if not tokenizer.startswith(TRAIN_PREFIX):
         return None
     size = tokenizer.removeprefix(TRAIN_PREFIX).replace("_", "").replace(",", "")
@@ -157,7 +190,7 @@ def parse_train_request(tokenizer: str) -> int | None:
 
 
 def check_size(size: int) -> int:
-    """`size`, or BadInput when a byte-level vocabulary cannot be so small."""
+    """Return `size`. Raises BadInput if it is too small for a byte-level vocabulary."""
     if size < SMALLEST:
         raise BadInput(f"vocabulary of {size} tokens: expected at least {SMALLEST}, the 256 bytes and {END_OF_TEXT}")
     return size

@@ -1,4 +1,4 @@
-"""Opens the tokenizer of a folder: the only way to one, for every command."""
+"""Opens a tokenizer file. Every command opens tokenizers with these functions, so all apply the same checks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MOST_TOKENS = 1 << 24
-"""Ids of a tokenizer are below: tables of tokens have a row for each. The largest known vocabularies have a million."""
+"""Ids of tokens must be below this number, because tables of tokens have a row for each id.
+
+The largest known vocabularies have a million tokens.
+"""
 
 
 def open_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer in a `tokenizer.json`, which neither cuts nor fills texts.
+    """Load the tokenizer of a `tokenizer.json`. Truncation and padding are switched off.
 
-    Raises BadInput if it is none, larger than `TOKENIZER_BYTES`, no regular file, a link out of its folder, or as `tokenizer_in` does.
+    Raises BadInput if the file is not a tokenizer, is larger than `TOKENIZER_BYTES`, is not a regular file, is a link
+    that leaves its folder, or if `tokenizer_in` raises it.
     """
     return tokenizer_in(read_folder_file(file, TOKENIZER_BYTES), file)
 
 
 def tokenizer_in(content: bytes, where: object) -> Tokenizer:
-    """The tokenizer in the bytes of a `tokenizer.json`, which neither cuts nor fills texts.
+    """Load the tokenizer from the bytes of a `tokenizer.json`. Truncation and padding are switched off.
 
-    `where` is the file's name in messages. Raises BadInput if it is something else, or has ids of at least `MOST_TOKENS`.
+    `where` is the name of the file in messages. Raises BadInput if the content is not a tokenizer, or if an id is not
+    below `MOST_TOKENS`.
     """
     from tokenizers import Tokenizer
 
@@ -38,7 +43,7 @@ def tokenizer_in(content: bytes, where: object) -> Tokenizer:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     except (
         BaseException
-    ) as error:  # the library raises bare Exception for mistakes in a file, and BaseException where it panics
+    ) as error:  # The library raises a plain Exception for mistakes in a file, and BaseException when it panics.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise BadInput(f"{where}: not a tokenizer.json: {error}") from None
@@ -49,7 +54,7 @@ def tokenizer_in(content: bytes, where: object) -> Tokenizer:
 
 
 def check_ids(ids: Iterable[Any], where: object) -> None:
-    """Raise BadInput unless these are ids of tokens."""
+    """Raise BadInput unless each of `ids` is an integer from 0 to `MOST_TOKENS` - 1."""
     for number in ids:
         if type(number) is not int or not 0 <= number < MOST_TOKENS:
             expected = f"expected ids of tokens from 0 to {MOST_TOKENS - 1:,}, got {shorten(repr(number))}"

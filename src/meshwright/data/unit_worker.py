@@ -1,9 +1,9 @@
-"""A process that does units of a preparation, one after another.
+"""The program of a process that does units of a preparation, one after another.
 
     python -m meshwright.data.unit_worker FOLDER
 
-Reads the number of a unit from each line of standard input, and answers with a line of JSON on standard output: `{"unit": number}`, or
-what it raised, as `jobs.failure` describes it.
+Each line of standard input is the number of a unit. The answer is a line of JSON on standard output: `{"unit":
+number}`, with the error as `jobs.failure` describes it if the unit failed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any, TextIO
 from meshwright.data.jobs import FAILURES, EncodeJob, failure
 
 PARENT_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of Linux's prctl."""
+"""The option PR_SET_PDEATHSIG of Linux's prctl: send this process a signal when its parent dies."""
 
 
 def main(folder: Path) -> None:
-    """Serve units until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends its workers
-    with suppress(OSError, AttributeError):  # elsewhere than on Linux the end of standard input ends a worker
+    """Do the units that standard input names, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The main process ends its workers.
+    with suppress(OSError, AttributeError):  # On other systems than Linux, the worker ends when standard input ends.
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a filter prints goes to standard error
+    os.dup2(2, 1)  # What a filter prints goes to standard error.
     job: EncodeJob | None = None
     for line in sys.stdin:
         number = int(line)

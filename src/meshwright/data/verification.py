@@ -1,4 +1,4 @@
-"""Verification of shard contents in the background: each shard is read whole when the run first uses it."""
+"""Verifies the contents of shards in the background. A shard is read completely when the run first uses it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger("meshwright")
 
 
 class ShardVerifier:
-    """Compares shards with the digests in their manifest, on a thread of its own.
+    """Compares shards with the digests in their manifest, in its own thread.
 
-    All ranks name the same shards; rank R of N verifies those whose number is R modulo N. A shard without record (a foreign file) has no
-    digest and is passed over.
+    All ranks add the same shards. Rank R of N ranks verifies the shards whose number modulo N is R. Shards that another
+    program wrote have no digest and are not verified.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -29,17 +29,17 @@ class ShardVerifier:
         self._failure: Exception | None = None
 
     def add(self, shards: Iterable[tuple[int, OpenShard]]) -> None:
-        """Verify these shards, given with their numbers, after those added before."""
+        """Add shards to verify, as pairs (number, shard). They are verified after those that were added before."""
         own = [shard for number, shard in shards if shard.record is not None and number % self._ranks == self._rank]
         with self._lock:
             self._waiting += own
             if self._waiting and self._thread is None:
                 thread = threading.Thread(target=self._verify_all, name="verify data", daemon=True)
                 thread.start()
-                self._thread = thread  # started: whoever reads it may join it
+                self._thread = thread  # It is set after the start, so that whoever reads it may join the thread.
 
     def check(self) -> None:
-        """Raise the error that the thread has found so far: Damaged for contents that differ from the manifest."""
+        """Raise the error that the thread has met. It is Damaged if a shard's contents differ from its manifest."""
         if self._failure is not None:
             raise self._failure
 
@@ -47,11 +47,11 @@ class ShardVerifier:
         try:
             while (shard := self._next()) is not None:
                 _verify(shard)
-        except Exception as error:  # raised again by `check`, in the thread that uses the data
+        except Exception as error:  # `check` raises it again in the thread that uses the data.
             self._failure = error
 
     def _next(self) -> OpenShard | None:
-        """The shard to verify now; None ends the thread."""
+        """Take the next shard to verify. None ends the thread."""
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
@@ -60,7 +60,7 @@ class ShardVerifier:
 
 
 def _verify(shard: OpenShard) -> None:
-    """Raise Damaged when a file that training reads is not what its manifest says."""
+    """Raise Damaged if a file of the shard does not have the digest that the manifest gives."""
     assert shard.record is not None, "foreign shards are not added"
     weights = [] if shard.weights is None else [(shard.weights.kind, shard.weights.path, shard.weights.digest())]
     for key, path, actual in [*shard.file.digests(), *weights]:

@@ -1,4 +1,4 @@
-"""Tokens and merge rules of a tokenizer, for any layout of its files."""
+"""Reads the tokens and merge rules of a tokenizer, from any of the file layouts in use, so that tokenizers can be compared."""
 
 from __future__ import annotations
 
@@ -17,26 +17,33 @@ if TYPE_CHECKING:
     pass
 
 TOKENIZER = "tokenizer.json"
+"""The layout of the `tokenizers` library: everything in one file."""
 VOCABULARY = "vocab.json"
+"""The older layout: tokens with ids."""
 MERGES = "merges.txt"
+"""The older layout: merge rules, one a line."""
 ADDED = "added_tokens.json"
+"""The older layout: tokens that were added later."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a tokenizer by id, with added tokens, and its ordered rules: BPE merges or Unigram scores."""
+    """The tokens and rules of a tokenizer."""
 
     file: Path
+    """File from which it was read, for messages."""
     tokens: dict[int, str]
+    """Tokens by id, including added tokens."""
     rules: tuple[str, ...]
+    """BPE merges in their order, or `token score` for each token of a Unigram model."""
 
     @cached_property
     def digest(self) -> str:
-        """xxh3_128 of tokens and rules; spaces, order of keys and the layout of the files do not change it."""
+        """xxh3_128 of tokens and rules. It does not depend on the layout of the files, on spaces or on the order of keys."""
         return digest(json.dumps([sorted(self.tokens.items()), self.rules]).encode())
 
     def difference(self, other: Vocabulary) -> str:
-        """The first token or rule that differs from the other vocabulary's, in words; empty where none does."""
+        """Return the first token or rule that differs from `other`, in words. Empty if there is none."""
         for number in sorted(self.tokens.keys() | other.tokens.keys()):
             ours = self.tokens.get(number)
             theirs = other.tokens.get(number)
@@ -50,9 +57,11 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path) -> Vocabulary | None:
-    """The vocabulary of the `tokenizer.json` in a folder, or of its `vocab.json` and `merges.txt`; None where it has neither.
+    """Read the vocabulary in a folder: from `tokenizer.json`, otherwise from `vocab.json` and `merges.txt`.
 
-    Raises BadInput for a file that is something else.
+    None without these files.
+
+    Raises BadInput if a file does not have the expected content.
     """
     file = folder / TOKENIZER if (folder / TOKENIZER).is_file() else folder / VOCABULARY
     try:
@@ -66,6 +75,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 def _from_tokenizer(file: Path) -> Vocabulary:
+    """Read a vocabulary from a `tokenizer.json`."""
     content = read_folder_json(file, TOKENIZER_BYTES, BadInput)
     model = content["model"]
     if isinstance(model["vocab"], list):
@@ -79,6 +89,7 @@ def _from_tokenizer(file: Path) -> Vocabulary:
 
 
 def _from_parts(file: Path) -> Vocabulary:
+    """Read a vocabulary from a `vocab.json` and the files next to it."""
     tokens = _by_id(read_folder_json(file, TOKENIZER_BYTES, BadInput))
     added = file.with_name(ADDED)
     if added.is_file():

@@ -1,1 +1,1 @@
-"""Diagnosis of slow steps: which rank and which cause. Layer 3: no torch."""
+"""Finds which ranks make a step slow, and why. Without torch."""

@@ -1,4 +1,7 @@
-"""A table of rank × step that fits a screen: times relative to the median rank, aggregated where there are too many."""
+"""A table of rank × step that fits on a screen.
+
+It shows times relative to the median rank, and joins ranks and steps if there are too many.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,24 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
-    """`ratio` is `(lines, columns)`: the time of the line's slowest rank over that of the median rank.
-
-    Times are means over the column's steps; NaN where none is known.
-    """
+    """A heat map with a line for each range of ranks, and a column for each range of steps."""
 
     ranks: tuple[Range, ...]
+    """Ranks of each line."""
     steps: tuple[Range, ...]
+    """Steps of each column."""
     ratio: np.ndarray
+    """Time of the line's slowest rank relative to the median rank, shape (lines, columns). NaN where no time is known.
+
+    The time of a rank is the mean over the column's steps.
+    """
 
 
 def heat_map(steps: np.ndarray, seconds: np.ndarray, lines: int, columns: int) -> HeatMap:
-    """Aggregate `seconds` `(ranks, steps)` of ascending `steps` to at most `lines` × `columns`.
+    """Return a heat map with at most `lines` × `columns` cells.
 
-    Groups of steps begin at multiples of their size, so that the picture moves on by whole columns.
+    `seconds` has shape (ranks, steps); `steps` has the numbers of the steps in ascending order. Columns begin at
+    multiples of their width, so that a picture that is updated moves by whole columns.
     """
     if not seconds.size or lines < 1 or columns < 1:
         return HeatMap((), (), np.zeros((0, 0)))
@@ -51,9 +58,9 @@ def heat_map(steps: np.ndarray, seconds: np.ndarray, lines: int, columns: int) -
 
 
 def excess_of_ranks(seconds: np.ndarray) -> dict[int, float]:
-    """By rank, the median over the steps of its time over that of the median rank, less 1; ranks without a time are left out.
+    """Return by how much each rank is slower than the median rank: 0.1 for 10%. It is the median over the steps.
 
-    `seconds` is `(ranks, steps)`, NaN where unknown.
+    `seconds` has shape (ranks, steps), with NaN where a time is not known. Ranks without any time are left out.
     """
     ratio = seconds / _medians(seconds)
     ranks = np.flatnonzero(np.isfinite(ratio).any(axis=1))
@@ -61,13 +68,19 @@ def excess_of_ranks(seconds: np.ndarray) -> dict[int, float]:
 
 
 def _row_size(ranks: int, lines: int) -> int:
-    """The smallest 2ⁿ or 3·2ⁿ ranks of a row that need at most `lines` lines: lines then end where hosts end."""
+    """Return the number of ranks of a line: the smallest 2ⁿ or 3 · 2ⁿ that needs at most `lines` lines.
+
+    With such sizes, lines usually end where hosts end.
+    """
     least = -(-ranks // lines)
     return min(size << max(0, (-(-least // size) - 1).bit_length()) for size in (1, 3))
 
 
 def _medians(means: np.ndarray) -> np.ndarray:
-    """The median of each column's known values, of two middle values the lower; NaN without any."""
+    """Return the median of each column's known values: shape (columns,).
+
+    Of two middle values it is the lower one. NaN if there are none.
+    """
     ordered = np.sort(means, axis=0)  # NaN last
     counts = np.isfinite(means).sum(axis=0)
     return ordered[np.maximum(counts - 1, 0) // 2, np.arange(means.shape[1])]

@@ -1,6 +1,7 @@
-"""Reads a public trace: a Parquet file of operations and a YAML file that describes the job.
+"""Reads a public trace: a Parquet file of operations, and a YAML file that describes the job.
 
-The format is that of the artifact of "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25).
+The format is that of the artifact of "Understanding Stragglers in Large Model Training Using What-if Analysis"
+(OSDI'25).
 """
 
 from __future__ import annotations
@@ -15,27 +16,36 @@ from meshwright.diagnosis.operations import OperationTable, operation_table
 from meshwright.spec.errors import BadInput, nearest
 
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id", "mc", "gmc", "mb_id")
+"""Columns that the Parquet file must have."""
 SIZES = ("dp_size", "pp_size", "tp_size", "dsp_size", "vpp_size", "world_size")
+"""Keys of the YAML file that are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceJob:
-    """Sizes of the traced job; one rank of each tensor- and sequence-parallel group is recorded."""
+    """Sizes of the traced job. Of each tensor- and sequence-parallel group, one rank is recorded."""
 
     dp_size: int = 1
+    """Data-parallel ranks."""
     pp_size: int = 1
+    """Pipeline ranks."""
     tp_size: int = 1
+    """Tensor ranks."""
     dsp_size: int = 1
+    """Ranks that divide sequences."""
     vpp_size: int = 1
+    """Model chunks on each pipeline rank."""
     world_size: int = 1
+    """Number of all ranks."""
 
     @property
     def ranks_per_worker(self) -> int:
+        """Return the number of ranks that one recorded rank represents."""
         return self.tp_size * self.dsp_size
 
 
 def read_job(path: Path) -> TraceJob:
-    """The sizes in a YAML file; raises BadInput with file and key."""
+    """Return the sizes in a YAML file. Raises BadInput with the file and the key."""
     import yaml
 
     try:
@@ -64,7 +74,10 @@ def read_job(path: Path) -> TraceJob:
 
 
 def read_trace(path: Path, job: TraceJob) -> OperationTable:
-    """The operations of a Parquet file. Raises BadInput with file and column if it does not fit the format or the job."""
+    """Return the operations of a Parquet file.
+
+    Raises BadInput with file and column if it does not have the format or does not fit the job.
+    """
     columns = _columns(path)
     for name in ("dp_rank", "stage", "step", "start_ts", "duration"):
         if not np.isfinite(np.asarray(columns[name], dtype=np.float64)).all():
@@ -89,10 +102,15 @@ def read_trace(path: Path, job: TraceJob) -> OperationTable:
 
 
 def _nanoseconds(seconds: np.ndarray) -> np.ndarray:
+    """Return nanoseconds as int64."""
     return np.rint(np.asarray(seconds, dtype=np.float64) * 1e9).astype(np.int64)
 
 
 def _columns(path: Path) -> dict[str, Any]:
+    """Return the columns of a Parquet file by name.
+
+    Raises BadInput if the file cannot be read or a column is missing.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -113,7 +131,7 @@ def _columns(path: Path) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for name in COLUMNS:
         column = table[name]
-        if name in ("mc", "gmc", "mb_id"):  # -1 or empty where they do not apply
+        if name in ("mc", "gmc", "mb_id"):  # these columns are -1 or empty where they do not apply
             column = column.fill_null(-1)
         elif column.null_count:
             raise BadInput(f"{path}: column {name!r} has {column.null_count} empty values")

@@ -1,4 +1,4 @@
-"""Reads the recorded spans of a run's folder."""
+"""Reads the recorded spans in the folder of a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from meshwright.spec.errors import BadInput
 
 
 def read_operations(folder: Path, last_steps: int) -> tuple[OperationTable, list[str]]:
-    """The operations of the last steps of the run's newest start on one clock, and notes on files and clocks.
+    """Return the operations of the last `last_steps` steps of the run's newest start, and remarks on files and clocks.
 
-    Raises BadInput if a rank's spans are missing or the ranks have no complete step in common.
+    All times are on one clock. Raises BadInput if a rank's spans are missing, or if the ranks have no complete step in
+    common.
     """
     starts = starts_with_spans(folder)
     if not starts:
@@ -41,7 +42,10 @@ def read_operations(folder: Path, last_steps: int) -> tuple[OperationTable, list
 
 
 def compute_seconds(table: OperationTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ranks, steps, seconds): compute of each rank in each step without waits for others; seconds is (rank, step)."""
+    """Return the compute time of each rank in each step, without waits for other ranks, as (ranks, steps, seconds).
+
+    `ranks` has shape (ranks,), `steps` shape (steps,), and `seconds` shape (ranks, steps).
+    """
     compute = table.select(table.is_type(*MODEL_COMPUTE_TYPES))
     ranks, row = np.unique(compute.rank, return_inverse=True)
     steps, column = np.unique(compute.step, return_inverse=True)
@@ -50,7 +54,7 @@ def compute_seconds(table: OperationTable) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def _with_coordinates(spans: list[RankSpans]) -> list[RankRecords]:
-    """The ranks with their stage, and their index among the ranks of the stage."""
+    """Return the ranks' records with the stage of each rank, and its index among the ranks of that stage."""
     by_stage: dict[int, list[RankSpans]] = defaultdict(list)
     for rank_spans in spans:
         by_stage[rank_spans.header["coordinates"].get("pipeline", 0)].append(rank_spans)
@@ -69,7 +73,9 @@ def _with_coordinates(spans: list[RankSpans]) -> list[RankRecords]:
 
 
 def _without_first_step(spans: RankSpans) -> np.ndarray:
-    """The records without those of the start's first step, which compiles, connects and allocates."""
+    """Return the records without those of the first step after the start, because that step also compiles, connects and
+    allocates.
+    """
     records = spans.records
     # Records from before the first step have the number of the step before it.
     steps = records["step"][records["phase"] == spans.header["phases"].index("step")]

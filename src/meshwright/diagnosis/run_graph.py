@@ -1,7 +1,9 @@
-"""The dependencies of a step in our own runs, from the recorded operations of one step (`run_spans`).
+"""Finds the dependencies of a step in runs of this program, from the recorded operations of one step (`run_spans`).
 
-Every rank runs its operations one after another. A receive also needs the send at the other end. Waits for collectives end
-on all ranks of a stage together; the gradient norm and the small sums at the ends of a step end on all ranks together.
+- Each rank runs its operations one after another.
+- A receive also needs the send of the other rank.
+- Waits for collectives end at the same time on all ranks of a stage.
+- The gradient norm, and the small all-reduces at the start and the end of a step, end at the same time on all ranks.
 """
 
 from __future__ import annotations
@@ -14,21 +16,28 @@ from meshwright.diagnosis.operations import CODE_OF, MODEL_COMPUTE_TYPES, TYPES,
 from meshwright.diagnosis.step_graph import GraphBuilder, Node, StepGraph
 
 ALL_RANKS = ("gradient-norm", "step-all-reduce")
-"""Operations that end on all ranks together."""
+"""Operations that end at the same time on all ranks."""
 OPTIONAL = ("collective-wait", "garbage-collection")
-"""Operations before a compute operation in some steps; `sequence` is its position among the compute operations."""
+"""Operations that precede a compute operation in some steps only.
+
+Their `sequence` is the position of that compute operation in the step.
+"""
 RECEIVER_OFFSET = {"forward": 1, "backward": -1}
-"""By direction, the distance from the sending to the receiving model chunk."""
+"""Direction of a message → number of the receiving model chunk minus number of the sending one."""
 
 
 class GraphMessage(NamedTuple):
+    """Identifies a message: its direction, the model chunk that receives it, and its micro-batch."""
+
     direction: str
+    """"forward" (activations) or "backward" (gradients)."""
     receiving_chunk: int
+    """Model chunk that receives the message."""
     microbatch: int
 
 
 def run_graph(table: OperationTable) -> StepGraph:
-    """The graph of the steps of `table`, from the last step of data-parallel rank 0."""
+    """Return the graph of the steps of `table`. The last step of data-parallel rank 0 is the template."""
     builder = GraphBuilder()
     sends: dict[GraphMessage, int] = {}
     receives: dict[GraphMessage, int] = {}
@@ -52,7 +61,7 @@ def run_graph(table: OperationTable) -> StepGraph:
             builder.depend(node, *previous)
             if name.endswith("-send"):
                 sends[_message(entries, index, name)] = node
-                continue  # the host continues at once
+                continue  # the host does not wait for a send
             if name.endswith("-recv"):
                 receives[_message(entries, index, name)] = node
             elif name in ALL_RANKS:
@@ -67,7 +76,11 @@ def run_graph(table: OperationTable) -> StepGraph:
 
 
 def _optional(table: OperationTable, stage: int) -> dict[int, list[int]]:
-    """By position of a compute operation, the types of the optional operations that precede it in any step."""
+    """Return the types of the optional operations before each compute operation: position of the compute operation →
+    types.
+
+    An operation counts if any step has it.
+    """
     mask = table.is_type(*OPTIONAL) & (table.stage == stage)
     pairs = np.unique(np.stack((table.sequence[mask], table.type[mask])), axis=1)
     found: dict[int, list[int]] = {}
@@ -77,6 +90,7 @@ def _optional(table: OperationTable, stage: int) -> dict[int, list[int]]:
 
 
 def _add_optional(builder: GraphBuilder, node: Node, previous: list[int]) -> int:
+    """Add an optional operation after the nodes `previous`, and return its index."""
     index = builder.add(node, optional=True)
     builder.depend(index, *previous)
     if TYPES[node.type] == "collective-wait":
@@ -85,6 +99,7 @@ def _add_optional(builder: GraphBuilder, node: Node, previous: list[int]) -> int
 
 
 def _message(entries: OperationTable, index: int, name: str) -> GraphMessage:
+    """Return what identifies the message of an operation, the same for the send and the receive."""
     direction, _, end = name.partition("-")
     chunk = int(entries.virtual_stage[index]) + (RECEIVER_OFFSET[direction] if end == "send" else 0)
     return GraphMessage(direction, chunk, int(entries.microbatch[index]))

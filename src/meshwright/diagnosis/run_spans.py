@@ -1,7 +1,8 @@
 """Turns the recorded spans of a run's ranks into a table of operations.
 
-A compute span contains the waits for collectives between its units, so these are subtracted from it. Of many such waits
-only every n-th is measured and stands for n; the sum over a step is what counts.
+A span of compute includes the waits for collectives between its units, so these waits are subtracted from it. If there
+are many such waits, only every n-th is measured, and its time counts n times. The result is right for the sum over a
+step, not for each operation.
 """
 
 from __future__ import annotations
@@ -22,27 +23,35 @@ TYPE_OF_PHASE: Mapping[str, str] = {
     "gradient_norm": "gradient-norm",
     "optimizer": "optimizer",
 }
-"""By phase of a span, the type of its operation. Messages, waits and garbage collections need more than the phase."""
+"""Phase of a span → type of its operation.
+
+For messages, waits and garbage collections, the type depends on more than the phase.
+"""
 COMPUTE_PHASES = ("forward", "backward", "weight_gradient")
+"""Phases of spans in which the model computes."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankRecords:
-    """The spans of one rank. `records` has the fields of `events.span.SpanRecord`, `phase` as an index into `phases`."""
+    """The spans of one rank."""
 
     rank: int
+    """Global rank."""
     stage: int
     """Pipeline rank."""
     dp: int
-    """Index among the ranks of the stage."""
+    """Index of the rank among the ranks of its stage."""
     host: str
+    """Name of its host."""
     records: np.ndarray
+    """Array with the fields of `events.span.SpanRecord`; `phase` is an index into `phases`."""
     phases: Sequence[str]
+    """Names of the phases."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """Operations of one rank."""
+    """Operations of one rank, as columns of `OperationTable`."""
 
     step: np.ndarray
     type: np.ndarray
@@ -55,7 +64,8 @@ class _Columns:
 
 
 def table_of_spans(ranks: Sequence[RankRecords], last_steps: int) -> OperationTable:
-    """The operations of the last steps that all ranks have completed with the same operations in the same order.
+    """Return the operations of the last `last_steps` steps in which all ranks ran the same operations in the same
+    order.
 
     Raises BadInput if there is no such step.
     """
@@ -92,11 +102,11 @@ def table_of_spans(ranks: Sequence[RankRecords], last_steps: int) -> OperationTa
 
 
 Signature = dict[int, bytes]
-"""By complete step, its operations in order."""
+"""Number of a complete step → its operations in order, as bytes that can be compared."""
 
 
 def _steps_of(rank: RankRecords) -> tuple[Signature, np.ndarray]:
-    """The signature of each complete step, and the records inside complete steps in the order of their start."""
+    """Return the signature of a rank's complete steps, and the records inside these steps in the order of their starts."""
     records = rank.records
     codes = {name: code for code, name in enumerate(rank.phases)}
     whole = records[records["phase"] == codes["step"]]
@@ -123,20 +133,24 @@ def _steps_of(rank: RankRecords) -> tuple[Signature, np.ndarray]:
 
 
 def _common_steps(signatures: Sequence[Signature]) -> list[int]:
-    """Steps in which every rank ran the operations of its last step; the first step of a start has another order."""
+    """Return the steps in which every rank ran the same operations as in its last step.
+
+    The first step after a start, for example, has another order.
+    """
     steps = sorted(set.intersection(*(set(signature) for signature in signatures))) if signatures else []
     return [step for step in steps if all(signature[step] == signature[steps[-1]] for signature in signatures)]
 
 
 def _operations(rank: RankRecords, records: np.ndarray, steps: Sequence[int]) -> list[_Columns]:
-    """The operations of the chosen steps of one rank."""
+    """Return the operations of one rank in the steps `steps`."""
     codes = {name: code for code, name in enumerate(rank.phases)}
     records = records[np.isin(records["step"], steps)]
     phase = records["phase"]
     types = np.full(len(records), -1, dtype=np.int16)
     for name, operation in TYPE_OF_PHASE.items():
         types[phase == codes[name]] = CODE_OF[operation]
-    sends = (phase == codes["send"]) & (records["amount"] > 0)  # without an amount: the wait for the last sends
+    # a send without an amount is the wait for the last sends
+    sends = (phase == codes["send"]) & (records["amount"] > 0)
     for selected, end in ((phase == codes["receive"], "recv"), (sends, "send")):
         forward = (records["peer"] < records["stage"]) == (end == "recv")
         types[selected & forward] = CODE_OF[f"forward-{end}"]
@@ -153,12 +167,12 @@ def _operations(rank: RankRecords, records: np.ndarray, steps: Sequence[int]) ->
     by_type = np.isin(main.type, types[compute])
     collective, nested = _waits_of_compute(records, compute, np.flatnonzero(waits & (records["stage"] >= 0)))
     nested = np.minimum(nested, main.duration_ns[by_type])
-    main.start_ns[by_type] += nested  # as if the operation had waited first
+    main.start_ns[by_type] += nested  # moved to the start, as if the operation had waited first
     main.duration_ns[by_type] -= nested
     ordinal = np.arange(len(compute)) - np.searchsorted(records["step"][compute], records["step"][compute])
     waited = np.flatnonzero(collective)
     waits_of = _at_compute(records[compute[waited]], "collective-wait", ordinal[waited], collective[waited])
-    waits_of.start_ns[:] += nested[waited] - collective[waited]  # until its compute operation starts
+    waits_of.start_ns[:] += nested[waited] - collective[waited]  # the waits end when their compute operation starts
     extra = [waits_of]
     collections = np.flatnonzero(phase == codes["garbage_collection"])
     owner, _ = _owners(records, compute, collections)
@@ -170,7 +184,10 @@ def _operations(rank: RankRecords, records: np.ndarray, steps: Sequence[int]) ->
 
 
 def _columns(records: np.ndarray, types: np.ndarray) -> _Columns:
-    """Operations with the records' own times; `sequence` is the position among those of the type and step."""
+    """Return operations with the times of the records.
+
+    `sequence` is the position among the operations of the same type and step.
+    """
     sequence = np.zeros(len(types), dtype=np.int64)
     for code in np.unique(types):
         indices = np.flatnonzero(types == code)
@@ -189,7 +206,7 @@ def _columns(records: np.ndarray, types: np.ndarray) -> _Columns:
 
 
 def _attention_work(operations: _Columns, work: np.ndarray) -> np.ndarray:
-    """The recorded attention work `work` of each operation's step and micro-batch; −1 where there is none."""
+    """Return the attention work that was recorded for each operation's step and micro-batch; −1 if there is none."""
     if not len(work):
         return np.full(len(operations.step), -1)
     recorded, wanted = (
@@ -202,7 +219,10 @@ def _attention_work(operations: _Columns, work: np.ndarray) -> np.ndarray:
 
 
 def _at_compute(records: np.ndarray, name: str, ordinal: np.ndarray, duration_ns: np.ndarray) -> _Columns:
-    """Operations before or in the compute operations with the positions `ordinal` in their step."""
+    """Return operations of type `name` that belong to compute operations.
+
+    `ordinal` has the positions of these in their step.
+    """
     return _Columns(
         step=records["step"],
         type=np.full(len(records), CODE_OF[name]),
@@ -216,8 +236,12 @@ def _at_compute(records: np.ndarray, name: str, ordinal: np.ndarray, duration_ns
 
 
 def _owners(records: np.ndarray, compute: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each of `others` the compute operation (index into `compute`) that contains or follows it, −1 if none of its step
-    does, and whether it contains it. All are indices of records, which are in the order of their start."""
+    """Return the compute operation to which each record of `others` belongs, and whether that operation contains the
+    record.
+
+    It is an index into `compute`: the operation that contains the record, or else the next operation in the same step;
+    −1 if there is none. `compute` and `others` are indices of `records`, which are in the order of their starts.
+    """
     position = np.searchsorted(compute, others) - 1
     before = compute[np.maximum(position, 0)]
     end = records["start_ns"][before] + records["duration_ns"][before]
@@ -231,9 +255,9 @@ def _owners(records: np.ndarray, compute: np.ndarray, others: np.ndarray) -> tup
 
 
 def _waits_of_compute(records: np.ndarray, compute: np.ndarray, waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Nanoseconds of collectives' waits by compute operation: all, and those inside its span.
+    """Return nanoseconds of waits for collectives, for each compute operation: (all waits, waits inside its span).
 
-    Where a measured wait stands for several, the sum is spread over the operations of its phase and step.
+    If a measured wait counts several times, the sum is divided evenly among the operations of the same phase and step.
     """
     owner, inside = _owners(records, compute, waits)
     known = owner >= 0
@@ -255,9 +279,10 @@ def _waits_of_compute(records: np.ndarray, compute: np.ndarray, waits: np.ndarra
 
 
 def _attribute_collections(table: OperationTable) -> OperationTable:
-    """Take each garbage collection out of the compute operation that contains it.
+    """Return the table with each garbage collection subtracted from the compute operation that contains it.
 
-    A device works on while the host collects, so a collection costs at most what its operation takes longer than usual.
+    The device continues to compute while the host collects. So a collection costs at most the time by which its
+    operation is longer than usual.
     """
     collections = np.flatnonzero(table.is_type("garbage-collection"))
     if not len(collections):
@@ -282,6 +307,6 @@ def _attribute_collections(table: OperationTable) -> OperationTable:
             usual = np.median(table.duration_ns[of_rank[rank, ordinal]])
             duration[index] = min(duration[index], max(0, duration[owner] - int(usual)))
             duration[owner] -= duration[index]
-            start[index] = start[owner]  # as if the host had collected before the operation
+            start[index] = start[owner]  # moved to the start, as if the host had collected before the operation
             start[owner] += duration[index]
     return table.with_times(start, duration)

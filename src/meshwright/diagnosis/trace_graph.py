@@ -1,9 +1,14 @@
-"""The dependencies of a step in the public traces: Megatron's pipeline of forwards and backwards with recorded messages.
+"""Finds the dependencies of a step in the public traces: Megatron's pipeline of forwards and backwards with recorded
+messages.
 
-The rules are those of "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25) and of its artifact:
-operations of one stream run in the order of their start; receive, compute and send of a micro-batch follow each other;
-the k-th send of a channel meets the k-th receive; a model chunk's parameters are gathered before its first forward; its
-gradients are reduced after its last backward where the reduction overlaps, and otherwise after all backwards.
+The rules are those of "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25) and of its
+artifact:
+
+- Operations of one stream run in the order of their starts.
+- Receive, compute and send of a micro-batch follow each other.
+- The k-th send of a channel belongs to the k-th receive.
+- The parameters of a model chunk are gathered before its first forward.
+- Its gradients are reduced after its last backward if reductions overlap with compute, otherwise after all backwards.
 """
 
 from __future__ import annotations
@@ -17,34 +22,43 @@ from meshwright.diagnosis.step_graph import GraphBuilder, Node, StepGraph
 from meshwright.spec.errors import BadInput
 
 CLOCK_RESOLUTION_NS = 50_000
-"""Tolerance of comparisons between a message's and a compute operation's times."""
+"""Tolerance in nanoseconds, when times of a message and of a compute operation are compared."""
 PEER_OF = {
     "forward-send": ("forward-recv", 1),
     "forward-recv": ("forward-send", -1),
     "backward-send": ("backward-recv", -1),
     "backward-recv": ("backward-send", 1),
 }
-"""By message type, the type at the other end and the distance of its stage."""
+"""Type of a message → (type of the operation on the other rank, number of that rank's stage minus number of this
+stage).
+"""
 
 
 class TraceOperation(NamedTuple):
-    """Operation of a stage in the step that serves as the template."""
+    """An operation of a stage in the step that is the template. Times are in nanoseconds."""
 
     start: int
+    """Start of the operation."""
     sequence: int
+    """Number among the operations of the same type."""
     type: str
+    """Type of the operation, a name in `operations.TYPES`."""
     node: int
+    """Index of its node in the graph."""
     end: int
+    """End of the operation."""
     chunk: int
+    """Model chunk on the pipeline rank."""
     virtual_stage: int
+    """Model chunk in the whole pipeline."""
 
 
 Stage = dict[str, list[TraceOperation]]
-"""The operations of a stage by type, in the order of their start."""
+"""Operations of a stage by type, in the order of their starts."""
 
 
 def trace_graph(table: OperationTable) -> StepGraph:
-    """The graph of a public trace, from the first step of data-parallel rank 0.
+    """Return the graph of a public trace. The first step of data-parallel rank 0 is the template.
 
     Raises BadInput if messages and compute operations do not match.
     """
@@ -62,7 +76,7 @@ def trace_graph(table: OperationTable) -> StepGraph:
 
 
 def _operations(builder: GraphBuilder, first: OperationTable, number: int) -> Stage:
-    """The operations of a stage by type. Raises BadInput without forward and backward."""
+    """Return the operations of stage `number` by type. Raises BadInput if it has no forward or no backward."""
     stage: Stage = {name: [] for name in TYPES}
     for index in np.flatnonzero(first.stage == number).tolist():
         name = TYPES[first.type[index]]
@@ -81,26 +95,29 @@ def _operations(builder: GraphBuilder, first: OperationTable, number: int) -> St
 
 
 def _compute(stage: Stage) -> list[TraceOperation]:
-    """Forwards and backwards in the order of their start."""
+    """Return forwards and backwards in the order of their starts."""
     return sorted(stage["forward-compute"] + stage["backward-compute"])
 
 
 def _add_streams(builder: GraphBuilder, stage: Stage) -> None:
-    """Operations of one stream follow each other: compute, each message type, gathers with reductions."""
+    """Add the dependencies inside each stream.
+
+    The streams are compute, each type of message, and gathers with reductions.
+    """
     compute = _compute(stage)
     builder.chain([operation.node for operation in compute])
     for name in P2P_TYPES:
         builder.chain([operation.node for operation in stage[name]])
     builder.chain([operation.node for operation in sorted(stage["params-all-gather"] + stage["grads-reduce-scatter"])])
     first_backward = next(index for index, operation in enumerate(compute) if operation.type == "backward-compute")
-    if first_backward >= 2:  # the first message of the backward is posted with the last forward of the warm-up
+    if first_backward >= 2:  # the first backward message is posted with the last forward of the warm-up
         for name in ("backward-recv", "backward-send"):
             for operation in stage[name][:1]:
                 builder.depend(operation.node, compute[first_backward - 2].node)
 
 
 def _add_messages(builder: GraphBuilder, stages: list[Stage]) -> None:
-    """Messages depend on compute operations and on the other end."""
+    """Add the dependencies of messages on compute operations and on the other rank."""
     chunks = 1 + max(operation.virtual_stage for stage in stages for operation in stage["forward-compute"])
     channels: dict[tuple[int, str], list[int]] = {}
     for number, stage in enumerate(stages):
@@ -112,7 +129,7 @@ def _add_messages(builder: GraphBuilder, stages: list[Stage]) -> None:
                 _add_compute_dependency(builder, operation, compute, index)
                 if index is not None and 0 <= compute[index].virtual_stage + PEER_OF[name][1] < chunks:
                     real.append(operation.node)
-                else:  # recorded, but nothing was sent
+                else:  # recorded, although nothing was sent
                     builder.communicate(operation.node)
             channels[number, name] = real
     for (number, name), sends in channels.items():
@@ -129,10 +146,12 @@ def _add_messages(builder: GraphBuilder, stages: list[Stage]) -> None:
 
 
 def _match_compute(stage: Stage, name: str, number: int, stages: int) -> list[tuple[TraceOperation, int | None]]:
-    """Each message of this type with the index of its compute operation, None for a message that was never launched.
+    """Return each message of this type with the index of its compute operation.
 
-    Receives after the last compute operation has started and sends before the first has ended were never launched. The
-    first receive of a stage may be missing.
+    The result is None for a message that was never launched.
+
+    Receives that start after the start of the last compute operation were never launched, nor were sends that end
+    before the end of the first one. The first receive of a stage may be missing.
     """
     compute = stage[name.replace("send", "compute").replace("recv", "compute")]
     if name.endswith("recv"):
@@ -154,7 +173,10 @@ def _match_compute(stage: Stage, name: str, number: int, stages: int) -> list[tu
 def _add_compute_dependency(
     builder: GraphBuilder, message: TraceOperation, compute: list[TraceOperation], index: int | None
 ) -> None:
-    """A send follows its compute operation; a receive follows the previous one and precedes its own."""
+    """Add the dependency of a message on compute operations.
+
+    A send follows its compute operation. A receive follows the previous compute operation and precedes its own.
+    """
     if index is None:
         return
     if message.type.endswith("send"):
@@ -166,7 +188,7 @@ def _add_compute_dependency(
 
 
 def _add_parameter_gathers(builder: GraphBuilder, stage: Stage) -> None:
-    """The first forward of a model chunk follows the last gather of its parameters."""
+    """Make the first forward of each model chunk follow the last gather of its parameters."""
     last_gather = {operation.chunk: operation for operation in stage["params-all-gather"]}
     for chunk, gather in last_gather.items():
         forwards = [operation for operation in stage["forward-compute"] if operation.chunk == chunk]
@@ -175,7 +197,10 @@ def _add_parameter_gathers(builder: GraphBuilder, stage: Stage) -> None:
 
 
 def _add_closing(builder: GraphBuilder, stage: Stage, overlapped: bool) -> None:
-    """The operations after the last backward, one after another; `overlapped`: reductions run beside the backward."""
+    """Add the operations after the last backward, one after another.
+
+    `overlapped`: reductions run while the backward computes.
+    """
     compute = _compute(stage)
     last_compute = max(compute, key=lambda operation: operation.end)
     reductions = stage["grads-reduce-scatter"]
@@ -195,7 +220,7 @@ def _add_closing(builder: GraphBuilder, stage: Stage, overlapped: bool) -> None:
 
 
 def _add_collectives(builder: GraphBuilder, stages: list[Stage]) -> None:
-    """Collectives of each stage over the data-parallel ranks, of the tied embedding, and of the gradient norm."""
+    """Add the collectives: of each stage over the data-parallel ranks, of the tied embedding, and of the gradient norm."""
     for stage in stages:
         for name in ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"):
             for operation in stage[name]:

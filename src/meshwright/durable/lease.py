@@ -1,8 +1,8 @@
-"""The lease of a run's folder: it names the start of the run that owns the folder.
+"""The lease of a run's folder: a file that names the start (launch) of the run that owns the folder.
 
-Every start writes `RUN/lease.json` with the last epoch + 1. The file remains when the job ends, so no epoch is used twice. A process that
-was suspended (SIGSTOP, a suspended machine) while another start took the lease reads that start's lease when it continues, and commits
-nothing.
+Every start writes `RUN/lease.json` with the previous epoch + 1. The file stays when the job ends, so that no epoch is used
+twice. A process may be suspended (by SIGSTOP, or with its machine) while another start takes the lease. When it
+continues, it reads the other start's lease and commits nothing.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ log = logging.getLogger("meshwright")
 
 
 class LeaseLost(BadInput):
-    """The lease of a run's folder is not this job's: another start took over, or the file is missing or damaged."""
+    """The lease of a run's folder is not this job's: another start took it, or the file is missing or damaged."""
 
 
 def take_lease(folder: Path, newest_commit: Callable[[], tuple[str, int] | None] = lambda: None) -> Lease:
-    """Write and return this process's lease of a run's folder, whose lock the caller holds.
+    """Write and return this process's lease of a run's folder. The caller holds the folder's lock.
 
-    The run keeps its id, and the epoch grows by one. In a folder without a readable lease both follow from `newest_commit`, the run id and
-    epoch of the newest checkpoint; a new run gets a random id and epoch 1.
+    The run keeps its id, and the epoch grows by one. Without a readable lease, both follow from `newest_commit()`: the run
+    id and epoch of the newest checkpoint, or None. A new run gets a random id and epoch 1.
     """
     previous = read_lease(folder)
     last = (previous.run_id, previous.epoch) if previous else newest_commit()
@@ -53,7 +53,7 @@ def take_lease(folder: Path, newest_commit: Callable[[], tuple[str, int] | None]
 
 
 def read_lease(folder: Path) -> Lease | None:
-    """The lease in a run's folder; None if it is missing or damaged."""
+    """Return the lease in a run's folder; None if it is missing or damaged."""
     try:
         lease = from_plain(Lease, json.loads((folder / LEASE).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def read_lease(folder: Path) -> Lease | None:
 
 
 def check_lease(folder: Path, lease: Lease) -> None:
-    """Raise LeaseLost unless the folder's lease is `lease`, and OutOfResources if the folder no longer exists."""
+    """Raise LeaseLost unless the folder's lease is `lease`. Raises OutOfResources if the folder no longer exists."""
     current = read_lease(folder)
     if current == lease:
         return
@@ -87,7 +87,7 @@ def check_lease(folder: Path, lease: Lease) -> None:
 def release_lease(folder: Path) -> None:
     """Mark this process's lease as ended.
 
-    On file systems without locks the next start checks whether the owner is alive.
+    On a file system without locks, the next start checks whether the owner of the lease is alive.
     """
     lease = read_lease(folder)
     if lease is not None and lease.pid == os.getpid() and owner_is_alive(lease):
@@ -95,7 +95,7 @@ def release_lease(folder: Path) -> None:
 
 
 def owner_is_alive(lease: Lease) -> bool:
-    """Whether the process that took the lease runs on this host; False for another host or an earlier boot."""
+    """Return whether the process that took the lease runs on this host. False for another host or an earlier boot."""
     same_boot = (lease.host, lease.boot_id) == (socket.gethostname(), _boot_id())
     return same_boot and lease.process_start != 0 and _process_start(lease.pid) == lease.process_start
 
@@ -105,7 +105,7 @@ def _write(folder: Path, lease: Lease) -> None:
 
 
 def _boot_id() -> str:
-    """The kernel's id of the current boot of the host; empty where the kernel has none."""
+    """Return the kernel's id of the host's current boot; empty if the kernel has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

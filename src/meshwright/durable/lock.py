@@ -15,20 +15,21 @@ from typing import TextIO
 from meshwright.spec.errors import BadInput
 
 LOCK = ".lock"
+"""Name of the lock file in the folder."""
 OPEN_ATTEMPTS = 1000
-"""Attempts to create a lock file whose folder other processes remove at the same time."""
+"""How often the lock file is created again if other processes remove its folder at the same time."""
 log = logging.getLogger("meshwright")
 
 
 def this_process(pid: int | None = None) -> str:
-    """This process, or another one of this host, as its locks name it."""
+    """Return the name by which locks call this process, or the process `pid` of this host."""
     return f"process {pid or os.getpid()} on {socket.gethostname()}"
 
 
 def break_lock(directory: Path, process: str) -> None:
-    """Take the lock of `directory` away from `process` (`this_process`), which must not write there any more.
+    """Remove the lock of `directory` if `process` (the result of `this_process`) holds it. It must not write there any more.
 
-    A file system may hold the lock of a lost host for minutes. Another process keeps its lock.
+    A file system may hold the lock of a lost host for minutes. The lock of another process stays.
     """
     path = directory / LOCK
     with suppress(FileNotFoundError):
@@ -38,11 +39,11 @@ def break_lock(directory: Path, process: str) -> None:
 
 @contextmanager
 def locked(directory: Path, wait: bool, alternative: str = "choose another --out") -> Iterator[bool]:
-    """Hold the lock of `directory` for a `with` block; yields False where the file system has no locks.
+    """Hold the lock of `directory` within a `with` block. Yields False if the file system has no locks, else True.
 
-    The directory and its parents are created if missing. At the end, those that this call created are removed if they are empty, as is
-    an empty `directory`. Raises BadInput if another process holds the lock and `wait` is false; the error names that process and the
-    `alternative` to waiting.
+    The directory and its parents are created if they are missing. At the end, `directory` and the folders that this call
+    created are removed if they are empty. Raises BadInput if another process holds the lock and `wait` is false. The error
+    names that process, and `alternative`, what the user can do other than wait.
     """
     path = directory / LOCK
     missing = [parent for parent in directory.parents if not parent.exists()]
@@ -51,7 +52,7 @@ def locked(directory: Path, wait: bool, alternative: str = "choose another --out
         try:
             yield exclusive
         finally:
-            if _has_name(file, path):  # else another process has taken over
+            if _has_name(file, path):  # otherwise another process has taken the lock
                 path.unlink(missing_ok=True)
             file.close()
     finally:
@@ -61,10 +62,10 @@ def locked(directory: Path, wait: bool, alternative: str = "choose another --out
 
 
 def _acquire(path: Path, wait: bool, alternative: str) -> tuple[TextIO, bool]:
-    """The lock file, open, and whether it is locked.
+    """Return the open lock file, and whether it is locked.
 
-    A lock counts only while its file has the name `path`: a holder removes the file before it releases the lock, so another process can
-    lock a file without a name for a moment. Such a lock causes no error; both processes try again.
+    A lock counts only while its file has the name `path`. A holder removes the file before it releases the lock, so that
+    another process may lock a file without a name for a moment. Then this is no error, and the process tries again.
     """
     while True:
         file = _open(path)
@@ -84,7 +85,7 @@ def _acquire(path: Path, wait: bool, alternative: str) -> tuple[TextIO, bool]:
             log.warning("%s: the folder cannot be locked against other processes: %s", path.parent, error.strerror)
             return file, False
         if _has_name(file, path):
-            with suppress(OSError):  # on a full disk the lock holds without a name
+            with suppress(OSError):  # on a full disk the lock is held, but its file does not name the process
                 file.truncate(0)
                 os.write(file.fileno(), f"{this_process()}\n".encode())
             return file, True
@@ -92,7 +93,7 @@ def _acquire(path: Path, wait: bool, alternative: str) -> tuple[TextIO, bool]:
 
 
 def _open(path: Path) -> TextIO:
-    """Open the lock file; create it and its folder if they are missing.
+    """Open the lock file. Creates it and its folder if they are missing.
 
     Another process may remove the empty folder in between, even between two system calls of `Path.mkdir`.
     """
@@ -111,7 +112,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _has_name(file: TextIO, path: Path) -> bool:
-    """Whether `path` still names the open file."""
+    """Return whether `path` is still the name of the open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False

@@ -1,6 +1,7 @@
-"""Durable writes: a file holds its old content or all of its new content, also after a power cut.
+"""Durable writes: a file has its old content or all of its new content, even after a power failure.
 
-A file is written under a temporary name beside its own, flushed to the disk, and renamed; then the folder's names are flushed too.
+A file is written under a temporary name in the same folder, flushed to the disk, and renamed. Then the folder's entries
+are flushed too.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ PARTIAL = ".partial"
 
 
 def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
-    """Replace `path` by `content` (text as UTF-8, in one piece or as lines) in one step.
+    """Replace the file `path` by `content` (text as UTF-8, as a whole or as lines) in one step.
 
-    Raises OSError with `path` as its file name; then `path` is unchanged and the temporary file is removed.
+    Raises OSError with `path` as its file name; then `path` is unchanged, and the temporary file is removed.
     """
     chunks = [content] if isinstance(content, (bytes, str)) else content
-    if path.exists() and not path.is_file():  # a device or pipe, such as /dev/stdout, is written directly
+    if path.exists() and not path.is_file():  # a device or pipe, such as /dev/stdout, is written to directly
         path.write_text(
             "".join(chunk if isinstance(chunk, str) else chunk.decode() for chunk in chunks), encoding="utf-8"
         )
         return
-    path = Path(os.path.realpath(path))  # a link is kept, and its target gets the new content
+    path = Path(os.path.realpath(path))  # a link stays, and its target gets the new content
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with partial.open("wb") as file:
@@ -46,7 +47,7 @@ def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
 
 
 def write_replacing(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step, without flushing it to the disk: for a file that is soon written again."""
+    """Replace `path` by `content` in one step, without flushing it to the disk. For a file that is written often."""
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         partial.write_bytes(content)
@@ -57,10 +58,10 @@ def write_replacing(path: Path, content: bytes) -> None:
 
 
 def append_durable(path: Path, content: bytes) -> None:
-    """Append the lines `content` to a file, which is created if missing, and flush it.
+    """Append the lines `content` to a file, and flush it. The file is created if it is missing.
 
-    After an OSError, which names `path`, the file ends as before where the file system permits that. A crash may leave a
-    part of `content` at the end; the next call ends that line first.
+    After an OSError, which names `path`, the file ends as before if the file system permits that. A crash may leave a part
+    of `content` at the end. The next call then ends that line first.
     """
     is_new = not path.exists()
     with path.open("a+b", buffering=0) as file:
@@ -89,8 +90,8 @@ def publish(partial: Path, path: Path) -> None:
 def publish_folder(partial: Path, path: Path, displaced: Path) -> None:
     """Rename a flushed folder to `path`, and flush the new name.
 
-    An existing `path` is renamed to `displaced` first, and keeps that name after a crash between the two renames. If the second rename
-    fails, the first is undone.
+    An existing `path` is first renamed to `displaced`. It keeps that name if a crash follows between the two renames. If
+    the second rename fails, the first one is undone.
     """
     replacing = os.path.lexists(path)
     if replacing:
@@ -105,18 +106,18 @@ def publish_folder(partial: Path, path: Path, displaced: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Rename a file or folder; a crash may undo it until `sync_folder` has flushed the folder of `target`."""
+    """Rename a file or folder. Until `sync_folder` has flushed the folder of `target`, a crash may undo it."""
     os.rename(path, target)
 
 
 def sync_file(path: Path) -> None:
-    """Flush the content of a file, also if another process wrote it, to the disk."""
+    """Flush the content of a file to the disk, even if another process wrote it."""
     with path.open("rb") as file:
         sync_open_file(file.fileno(), path)
 
 
 def sync_open_file(descriptor: int, path: Path) -> None:
-    """Flush the content of an open file; an OSError names `path`."""
+    """Flush the content of an open file to the disk. An OSError names `path`."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -134,19 +135,19 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove the partial files of dead writers in `folder`; only the process that holds the folder's lock may call this."""
+    """Remove the partial files of dead writers in `folder`. Only the process that holds the folder's lock may call this."""
     for path in folder.glob(f"*{PARTIAL}"):
         if path.is_file():
             _remove(path)
 
 
 def digest(content: bytes) -> str:
-    """xxh3_128 of `content`, in hexadecimal."""
+    """Return the xxh3_128 digest of `content`, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def digest_file(path: Path) -> str:
-    """xxh3_128 of a file, read in pieces of 8 MiB."""
+    """Return the xxh3_128 digest of a file, in hexadecimal. 8 MiB are read at a time."""
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(8 << 20):

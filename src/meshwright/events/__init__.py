@@ -1,1 +1,1 @@
-"""Events, with the same terms for predicted and measured timelines. Layer 1: imports only spec, and no torch."""
+"""Events: predicted and measured timelines use the same terms. Layer 1: imports only spec, and no torch."""

@@ -1,8 +1,8 @@
-"""Messages between the launcher of a host and the ranks that it started: one JSON object per line.
+"""Messages between the launcher of a host and the ranks that it has started. A message is a line with a JSON object.
 
-The launcher writes to a rank's standard input; a rank writes to a pipe whose file descriptor is in the environment
-variable `CHANNEL`. Ranks started by another launcher (torchrun, Slurm) have no channel; sending does nothing there.
-Torch-free.
+The launcher writes to a rank's standard input. A rank writes to a pipe, whose file descriptor is in the environment
+variable `CHANNEL`. Ranks that another launcher has started (torchrun, Slurm) have no pipe; they drop their messages.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 CHANNEL = "MESHWRIGHT_CHANNEL_FD"
+"""Environment variable with the file descriptor of the pipe to the launcher."""
 LINE_BYTES = select.PIPE_BUF
-"""Longest message: a pipe writes this many bytes in one piece or not at all, so lines never mix."""
+"""Most bytes of a message. A pipe writes so many bytes completely or not at all, so the lines of ranks never mix."""
 SEND_SECONDS = 2.0
-"""Seconds that the message about a rank's end waits for space in the pipe, whose reader may be stopped."""
+"""Seconds for which the message about a rank's failure waits for space in the pipe. The launcher may be stopped."""
 
 
 @dataclass(frozen=True)
 class BeginMessage:
     """Launcher to rank: train the run whose assignment is in the file `assignment`.
 
-    `environment` has variables that the process sets before it reads its rank (`spec.rank_environment`). A process that
-    waited as a warm spare learns its rank, the number of ranks and the store's address from them.
+    `environment` has variables that the process sets before it reads its rank (`spec.rank_environment`). They tell a
+    process that waited as a warm spare its rank, the number of ranks, and the address of the store.
     """
 
     assignment: str
@@ -35,9 +36,9 @@ class BeginMessage:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Launcher to a process that waits: run the self-test within `seconds`, then wait on.
+    """Launcher to waiting process: run the self-test within `seconds`, then continue to wait.
 
-    `environment` has the variables of a rank, as those of `BeginMessage`: the ranks of the test exchange data.
+    `environment` has the variables of a rank, as in `BeginMessage`, because the processes of the test exchange data.
     """
 
     environment: Mapping[str, str]
@@ -46,9 +47,10 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """Waiting process to launcher: the errors that the self-test found; empty without any.
+    """Waiting process to launcher: the errors that the self-test has found, as empty texts if there were none.
 
-    `failure` is about the device, `exchange` about exchanges with other ranks. Not `exchanged`: they ended with an error.
+    `failure` is an error of the device. `exchange` is an error in communication with other ranks. `exchanged` is false
+    if the communication did not complete.
     """
 
     failure: str
@@ -58,35 +60,39 @@ class SelfTestResult:
 
 @dataclass(frozen=True)
 class EndMessage:
-    """Launcher to rank: another rank failed for the reason `cause`; close files and exit."""
+    """Launcher to rank: another rank has failed for the reason `cause`; close files and end."""
 
     cause: str
 
 
 @dataclass(frozen=True)
 class CollectivesRequest:
-    """Launcher to rank: append the collectives that torch has recorded to the memory file `path`, as one line of JSON."""
+    """Launcher to rank: append the collectives that torch has recorded to the file in memory `path`, as one line of JSON."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class StepMessage:
-    """Rank to launcher: optimizer step `step` is complete. The first rank adds `figures`, a part of the step's metrics record."""
+    """Rank to launcher: optimizer step `step` is complete.
+
+    Rank 0 adds `figures`, a part of the step's line in metrics.jsonl.
+    """
 
     step: int
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 Phase = Literal["start", "compile", "train", "validate", "save", "end"]
-"""Phase of a rank: `start` until its first step, `compile` in its first step, `end` after its last."""
+"""Phase of a rank: `start` is before its first step, `compile` is its first step, and `end` is after its last step."""
 
 
 @dataclass(frozen=True)
 class ProgressMessage:
-    """Rank to launcher: the rank works on step `step` in `phase`; `action` is the index in its schedule, -1 if unknown.
+    """Rank to launcher: the rank works on step `step` in `phase`.
 
-    A rank sends it at each change of phase, and at most once a second when `action` has changed.
+    `action` is the index of its last action in its schedule; -1 if unknown. A rank sends this message when its phase
+    changes and, if `action` has changed, at most once a second.
     """
 
     phase: Phase
@@ -96,7 +102,7 @@ class ProgressMessage:
 
 @dataclass(frozen=True)
 class Validation:
-    """First rank to launcher: `loss` on held-out text after step `step`, in nats per token."""
+    """Rank 0 to launcher: `loss` on held-out text after step `step`, in nats per token."""
 
     step: int
     loss: float
@@ -104,7 +110,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """First rank to launcher: the checkpoint of step `step` is complete and durable in the folder `path`."""
+    """Rank 0 to launcher: the checkpoint of step `step` is complete and durable in the folder `path`."""
 
     step: int
     path: str
@@ -112,7 +118,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SkippedSamplesMessage:
-    """First rank to launcher: from now on the run leaves out the global samples from `first` up to, but not including, `end`."""
+    """Rank 0 to launcher: from now on, the run skips the global samples from `first` up to, but not including, `end`."""
 
     first: int
     end: int
@@ -120,7 +126,7 @@ class SkippedSamplesMessage:
 
 @dataclass(frozen=True)
 class Corruption:
-    """First rank to launcher: state of `rank` was silently corrupt after `step`; `cause` names the tensors."""
+    """Rank 0 to launcher: the state of `rank` was silently corrupt after `step`. `cause` names the tensors."""
 
     rank: int
     step: int
@@ -129,7 +135,10 @@ class Corruption:
 
 @dataclass(frozen=True)
 class FailureMessage:
-    """Rank to launcher: the rank ends with `exit_code` (spec.errors) because of `message`; `log` has the traceback."""
+    """Rank to launcher: the rank ends with `exit_code` (`spec.errors`) because of `message`.
+
+    The file `log` has the traceback.
+    """
 
     exit_code: int
     message: str
@@ -167,23 +176,25 @@ _MESSAGE_TYPES: dict[str, type[Message]] = {
         FailureMessage,
     )
 }
+"""Types of messages by the value of `kind` in their line."""
 
 
 def encode(message: Message) -> bytes:
-    """The line of a message. If it exceeds `LINE_BYTES`, the longest text is cut."""
+    """Return the line of a message. If it is longer than `LINE_BYTES`, its longest text is shortened."""
     fields = asdict(message)
     line = _line(type(message), fields)
     while len(line) > LINE_BYTES:
         name = max(
             (name for name, value in fields.items() if isinstance(value, str)), key=lambda name: len(fields[name])
         )
+        # Shorten the longest text in proportion to the excess, and by 8 characters more, so that few rounds are needed.
         fields[name] = fields[name][: len(fields[name]) * LINE_BYTES // len(line) - 8] + "…"
         line = _line(type(message), fields)
     return line
 
 
 def decode(line: bytes) -> Message:
-    """The message of a line. Raises ValueError if the line is not a message."""
+    """Return the message of a line. Raises ValueError if the line is not a message."""
     data = json.loads(line)
     message_type = _MESSAGE_TYPES.get(data.pop("kind", None)) if isinstance(data, dict) else None
     if message_type is None:
@@ -199,7 +210,7 @@ def _line(message_type: type[Message], fields: dict[str, Any]) -> bytes:
 
 
 class MessageChannel:
-    """A rank's end of the pipe to its launcher."""
+    """A rank's side of the pipe to its launcher."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
@@ -209,12 +220,12 @@ class MessageChannel:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> MessageChannel:
-        """The channel to the launcher of this process; without a launcher it drops every message."""
+        """Return the channel to the launcher of this process. Without a launcher it drops every message."""
         return cls(int(env[CHANNEL]) if CHANNEL in env else None)
 
     @property
     def descriptors(self) -> list[int]:
-        """The pipe's descriptor; empty without a launcher."""
+        """The pipe's file descriptor in a list; empty without a launcher."""
         return [] if self._descriptor is None else [self._descriptor]
 
     @property
@@ -222,34 +233,34 @@ class MessageChannel:
         return self._descriptor is not None
 
     def send(self, message: Message) -> None:
-        """Write a message if the pipe has space. Only a Failure waits for space, up to `SEND_SECONDS`."""
+        """Write a message if the pipe has space, else drop it. Only a FailureMessage waits for space, up to `SEND_SECONDS`."""
         if self._descriptor is None:
             return
         if isinstance(message, FailureMessage):
             select.select([], [self._descriptor], [], SEND_SECONDS)
         try:
             os.write(self._descriptor, encode(message))
-        except BlockingIOError:  # the launcher is stopped; a rank must not wait for it
+        except BlockingIOError:  # the pipe is full because the launcher is stopped; a rank must not wait for it
             return
-        except BrokenPipeError:  # the launcher is gone
+        except BrokenPipeError:  # the launcher has ended
             self._descriptor = None
 
 
 class RankMessageReader:
-    """The launcher's end of one rank's pipe."""
+    """The launcher's side of the pipe from one rank."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._incomplete = b""
         self.open = True
-        """Whether the rank may still write."""
+        """Whether the rank may still write: false once its side of the pipe is closed."""
         os.set_blocking(descriptor, False)
 
     def fileno(self) -> int:
         return self._descriptor
 
     def read(self) -> Iterator[Message]:
-        """The messages that have arrived since the last call."""
+        """Yield the messages that have arrived since the last call."""
         while self.open:
             try:
                 data = os.read(self._descriptor, 1 << 16)

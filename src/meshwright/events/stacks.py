@@ -1,7 +1,8 @@
-"""The stacks of a rank's threads, written on a signal into memory that its launcher reads.
+"""The stacks of a rank's threads. A signal makes the rank write them into memory that its launcher reads.
 
-The handler is that of `faulthandler`: it runs in C, needs no lock of the interpreter, and also works while the main thread
-waits in a collective. A fatal signal writes the stacks too. A process that is stopped writes nothing until it continues.
+The signal handler is `faulthandler`'s: it runs in C and needs no lock of the interpreter, so it also works while the
+main thread waits in a collective. Fatal signals write the stacks too. A stopped process writes nothing until it
+continues.
 """
 
 from __future__ import annotations
@@ -12,25 +13,26 @@ import signal
 from collections.abc import Mapping
 
 STACKS = "MESHWRIGHT_STACKS"
-"""Environment variable with the path of the launcher's memory file: `/proc/PARENT/fd/N`."""
+"""Environment variable with the path of a file in the launcher's memory: `/proc/PARENT/fd/N`."""
 STACK_SIGNAL = signal.SIGUSR2
+"""Signal at which a rank writes its stacks."""
 LARGEST_BYTES = 256 << 10
-"""Most bytes that a reader takes, from the end."""
+"""Most bytes that a reader takes: the last ones."""
 
 
 def write_stacks_on_signal(env: Mapping[str, str] = os.environ) -> None:
-    """Let `STACK_SIGNAL` and fatal signals write the stacks of all threads; does nothing without a launcher."""
+    """Let `STACK_SIGNAL` and fatal signals write the stacks of all threads. Without a launcher, this does nothing."""
     path = env.get(STACKS)
     if path is None:
         return
-    # Kept open until the process ends: the handlers write to the descriptor.
+    # The descriptor stays open until the process ends, because the handlers write to it.
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     faulthandler.enable(descriptor)
     faulthandler.register(STACK_SIGNAL, descriptor, all_threads=True)
 
 
 def evidence_memory() -> int:
-    """A new memory file for what one rank writes: its stacks, or its collectives."""
+    """Create a file in memory for what one rank writes, its stacks or its collectives. Return its descriptor."""
     return os.memfd_create("meshwright-evidence", os.MFD_CLOEXEC)
 
 

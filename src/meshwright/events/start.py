@@ -1,6 +1,6 @@
-"""Duration of a start by phase, from the command to the first step, across the processes involved.
+"""Measures how long each phase of a start takes, from the command to the first step, across processes.
 
-All processes of a host read one monotonic clock, so a rank continues the count of the process that started it.
+All processes of a host use the same monotonic clock. So a rank can continue the count of the process that started it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 START_TIME_VARIABLE = "MESHWRIGHT_BEGAN"
 """Environment variable with the monotonic time in seconds at which the command began (local launch only)."""
 SHORTEST_SECONDS = 0.05
-"""Phases shorter than this are left out of the line."""
+"""Shorter phases are left out of the line."""
 
 PHASES: dict[str, str] = {
     "command": "interpreter, imports of the command, reading and checking the run file, starting the process",
@@ -30,11 +30,14 @@ PHASES: dict[str, str] = {
     "first batch": "wait for the first batch",
     "first step": "first step, with compilation, kernel selection and communicator set-up",
 }
-"""Phases of a start in order. On rank 0 each begins at the end of the previous one, so they add up to the whole start."""
+"""Phases of a start in order, with their meanings.
+
+On rank 0, each phase begins when the phase before it ends, so all phases together are the whole start.
+"""
 
 
 class StartClock:
-    """Phases of a start, one after another, on the host's monotonic clock."""
+    """Durations of the phases of a start, in seconds. The phases follow each other on the host's monotonic clock."""
 
     def __init__(self, start_time: float | None = None) -> None:
         self.start_time = process_start_time() if start_time is None else start_time
@@ -43,20 +46,23 @@ class StartClock:
 
     @classmethod
     def for_rank(cls) -> StartClock:
-        """The clock of a locally launched rank: `command` ends when this process started."""
+        """Return the clock of a rank that was launched on this host. Its phase `command` ends when this process started."""
         clock = cls(float(os.environ[START_TIME_VARIABLE]) if START_TIME_VARIABLE in os.environ else None)
         clock.end("command", at=max(clock.start_time, process_start_time()))
         return clock
 
     @classmethod
     def for_spare(cls) -> StartClock:
-        """The clock of a spare process that gets a rank now: `command` is the time since the command or failure began."""
+        """Return the clock of a spare process that becomes a rank now.
+
+        Its phase `command` began with the command or the failure.
+        """
         clock = cls(float(os.environ[START_TIME_VARIABLE]) if START_TIME_VARIABLE in os.environ else time.monotonic())
         clock.end("command")
         return clock
 
     def end(self, phase: str, *, at: float | None = None) -> None:
-        """End `phase`: the time from the end of the last phase until `at` (monotonic seconds; None: now)."""
+        """End `phase`, which began when the last phase ended. `at` is the end in monotonic seconds; None is now."""
         now = time.monotonic() if at is None else at
         self.add(phase, now - self._last)
 
@@ -67,19 +73,22 @@ class StartClock:
 
 
 def process_start_time() -> float:
-    """The monotonic time in seconds at which this process began, to 10 ms; now where the system does not report it."""
+    """Return the monotonic time in seconds at which this process began, to 10 ms; the present if the system does not
+    report it.
+    """
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+            # The 20th field after the command's name: clock ticks from boot to the start of this process.
             ticks = int(file.read().rpartition(")")[2].split()[19])
         since_boot = ticks / os.sysconf("SC_CLK_TCK")
-        # Read both clocks together: the process may have waited after it read the file.
+        # Both clocks are read now, and not before the file: the process may have been delayed while it read the file.
         return time.monotonic() - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
     except (OSError, AttributeError, ValueError, IndexError):
         return time.monotonic()
 
 
 def start_line(phases: Mapping[str, float], compiler: Mapping[str, float]) -> str:
-    """`start took 11.2 s: imports 3.1, join 1.2, …`; `compiler` holds the counts of `observe.compiling`."""
+    """Return the line `start took 11.2 s: imports 3.1, join 1.2, …`. `compiler` has the figures of `observe.compiling`."""
     parts = [f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= SHORTEST_SECONDS]
     line = f"start took {sum(phases.values()):.1f} s: {', '.join(parts)}"
     compiled, cached = (compiler.get(key, 0.0) for key in ("compiled", "from_cache"))

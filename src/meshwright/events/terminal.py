@@ -1,4 +1,7 @@
-"""Lines for people that cannot fail: a closed terminal or pipe must not end a run. Torch-free."""
+"""Prints lines for people.
+
+Printing never fails, because a closed terminal or pipe must not end a run. This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,28 @@ from contextlib import suppress
 from typing import TextIO
 
 HANGING = "    "
-"""What the rest of a broken line is indented by, more than its begin."""
+"""Further indentation of the continuation lines of a broken line."""
 
 
 def fitted(text: str, stream: TextIO | None = None) -> str:
-    """Returns the text, broken between words at the width of the terminal that `stream` (stderr when None) is; for a file as it is."""
+    """Return the text, broken between words to the width of the terminal `stream` (by default stderr).
+
+    If the stream is not a terminal, the text is returned unchanged.
+    """
     columns = columns_of(stream or sys.stderr)
     return wrapped(text, columns) if columns else text
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """The width of the terminal that `stream` is; None for a file or a closed stream."""
+    """Return the width of the terminal `stream`. None if the stream is not a terminal or is closed."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
-    except (OSError, ValueError):  # closed, or without a descriptor
+    except (OSError, ValueError):  # the stream is closed, or has no file descriptor
         return None
 
 
 def wrapped(text: str, columns: int) -> str:
-    """Breaks lines longer than `columns` between words, and indents what follows. A word that is longer stays whole."""
+    """Break lines that are longer than `columns` between words, and indent their continuations. A longer word stays whole."""
     lines = []
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())] + HANGING
@@ -44,6 +50,6 @@ def wrapped(text: str, columns: int) -> str:
 
 
 def write_line(text: str, stream: TextIO | None = None) -> None:
-    """Write one line to `stream` (stderr when None) and flush it; a closed stream is ignored."""
+    """Write one line to `stream` (by default stderr) and flush it. A closed stream is ignored."""
     with suppress(OSError, ValueError):
         print(text, file=stream or sys.stderr, flush=True)

@@ -1,5 +1,6 @@
-"""Model families: names and keys of their Hugging Face folders, and their presets, one file each.
+"""The model families, one file each: names and keys of their Hugging Face folders, and presets.
 
-Layer 0: imports `spec` only and needs no torch. A file of this folder defines `FAMILY` and, if it has any, `PRESETS`.
-`format` says what these are, `registry` finds them, and `folder` reads and writes folders with them.
+Layer 0: imports only `spec` and needs no torch. A file of a family defines `FAMILY` and, if there are released sizes,
+`PRESETS`. `format` defines these classes, `registry` collects all families, and `folder` reads and writes folders with
+them.
 """

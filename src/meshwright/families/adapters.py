@@ -1,4 +1,4 @@
-"""Names of adapters: the linear layers of a model's folder, as peft and users name them, and ours."""
+"""Translates names of linear layers for adapters: the names in a model's folder, which peft and users write, and this project's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from meshwright.spec.model import ModelSpec, adapter_targets
 
 
 def folder_names(spec: ModelSpec) -> dict[str, str]:
-    """Linear layers of a layer of the model's folder, such as `self_attn.q_proj`: the folder's name → our target."""
+    """Return the linear layers in one layer of the model's folder.
+
+    Keys are names in the folder, such as `self_attn.q_proj`; values are this project's names.
+    """
     modules = FAMILIES[spec.family].modules
     names = {}
     targets = adapter_targets(spec)
@@ -23,7 +26,11 @@ def folder_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def resolved_targets(spec: ModelSpec, targets: Iterable[str]) -> tuple[str, ...]:
-    """Our names of `targets`: names of folders in full or their last part, ours, or `all-linear`."""
+    """Return the linear layers that `targets` select, by this project's names and in its order.
+
+    A target is a name in the folder, in full or only its last part, a name of this project, or `all-linear`. Raises
+    BadInput if a target matches no layer, and if there are no targets.
+    """
     theirs = folder_names(spec)
     ours = adapter_targets(spec)
     found: set[str] = set()
@@ -47,6 +54,10 @@ def resolved_targets(spec: ModelSpec, targets: Iterable[str]) -> tuple[str, ...]
 
 
 def shortened(layers: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
-    """Names of a folder's layers as short as they can be: last parts, but the whole name where a layer of `others` ends alike."""
+    """Shorten the names of layers in a folder to their last part.
+
+    A name stays in full if a layer in `others` ends with the same part, because the short name would then also mean
+    that layer.
+    """
     taken = {name.rpartition(".")[2] for name in others}
     return tuple(dict.fromkeys(last if (last := name.rpartition(".")[2]) not in taken else name for name in layers))

@@ -1,6 +1,7 @@
-"""DeepSeek-V2 (DeepSeek-AI 2024, arXiv 2405.04434): latent attention, and an MoE layer after the first layers.
+"""DeepSeek-V2 (DeepSeek-AI 2024, arXiv 2405.04434): latent attention, and MoE layers after the first layers.
 
-Rotated dimensions stay in the order of the folders: pairs of neighbours (`kernels.rope.rotate_neighbours`).
+The order of rotated dimensions is that of the folders: each pair of neighbours is rotated
+(`kernels.rope.rotate_neighbours`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LIMITED = "group_limited_greedy"
 def _from_config(config: HFConfig) -> dict[str, Any]:
     config.expect("scoring_func", "softmax")
     config.expect("topk_method", _GREEDY, _LIMITED)
-    config.expect("norm_topk_prob", False)  # transformers' class ignores it
+    config.expect("norm_topk_prob", False)  # The class in transformers ignores this key.
     limited = config.get("topk_method") == _LIMITED
     config.read.update(("n_group", "topk_group"))
     fields = latent.read(config)
@@ -60,7 +61,7 @@ FAMILY = DEEPSEEK_V2 = replace(
     to_config=_to_config,
 )
 HEADS = {"head_dim": 192, "kv_rank": 512, "q_rank": 1536, "rope_head_dim": 64, "value_head_dim": 128, "norm_eps": 1e-6}
-"""What the released models of DeepSeek and Kimi share."""
+"""ModelSpec fields that the released models of DeepSeek and Kimi have in common."""
 _LARGE = {"experts": 160, "expert_hidden": 1536, "shared_expert_hidden": 3072, "routing_scale": 16.0}
 PRESETS = presets(
     {

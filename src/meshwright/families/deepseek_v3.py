@@ -1,6 +1,8 @@
-"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437): V2 with sigmoid routing and modules that predict further tokens.
+"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437):
 
-A bias, which balances the experts' loads, takes part in their choice.
+DeepSeek-V2 with sigmoid routing and modules that predict further tokens.
+
+A bias is added to the scores when experts are chosen, to balance the loads of the experts.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from meshwright.families.keys import experts, latent
 from meshwright.spec.model import ModelSpec
 
 KEYS = ConfigKeys({**experts.ROUTING, **experts.PREDICTIONS}, fixed={"rope_interleave": True})
+"""Keys of routing and predictions, also for families that follow DeepSeek-V3."""
 CHOICE = ConfigKeys(fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
+"""Keys that name the method of routing. Only this method is read."""
 _DEFAULTS = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
-"""Defaults of the class that differ from those of its successors."""
+"""Defaults of the class in transformers that differ from those of later classes."""
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""dots.llm1 (rednote-hilab 2025, arXiv 2506.05767): DeepSeek-V3's routing beside Qwen3's attention.
+"""dots.llm1 (rednote-hilab 2025, arXiv 2506.05767): the routing of DeepSeek-V3 together with the attention of Qwen3.
 
-The learning rate of the preset is that of the paper.
+The learning rate of the preset is the paper's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense (Baidu 2025): Llama that rotates neighbours."""
+"""ERNIE 4.5, dense (Baidu 2025): Llama in which RoPE rotates pairs of neighbours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
 
 def _to_config(spec: ModelSpec) -> dict[str, Any]:
     keys = {**decoder.write(spec), **_KEYS.write(spec)}
-    del keys["attention_dropout"]  # the class has none
+    del keys["attention_dropout"]  # The class in transformers has no such key.
     return keys
 
 
@@ -39,6 +39,6 @@ RELEASED = {
     "max_seq_len": 131072,
     "rope_theta": 500_000.0,
 }
-"""What all released models share, with experts too."""
+"""Fields that all released models have in common, also those with experts."""
 PRESETS = presets({"ernie4.5-0.3b": size(18, 1024, 16, 2, 3072, 6e-4)}, **RELEASED)
 RELEASES = ("ERNIE-4.5-0.3B-PT",)

@@ -1,6 +1,6 @@
-"""ERNIE 4.5 with experts (Baidu 2025): a softmax weighs experts, which it chooses with a bias added.
+"""ERNIE 4.5 with experts (Baidu 2025): experts are chosen by softmax plus a bias, and weighted without the bias.
 
-Released folders have a module that predicts a further token, of a form of its own, which is not read.
+Released folders have a module that predicts a further token. It has a form of its own, and is not read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _EXPERTS = ConfigKeys(
         "expert_hidden": Key("moe_intermediate_size", 1536),
         "first_dense_layers": Key("moe_layer_start_index", 1, least=0),
     },
-    fixed={"moe_layer_interval": 1, "moe_norm_min": 1e-12, "use_bias": False},  # a bias would be of the head too
+    # With a bias, the head would have one too.
+    fixed={"moe_layer_interval": 1, "moe_norm_min": 1e-12, "use_bias": False},
 )
 _SHARED = "moe_num_shared_experts"
 

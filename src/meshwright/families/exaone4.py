@@ -1,6 +1,6 @@
-"""EXAONE 4 (LG AI Research 2025, arXiv 2507.11407): norms of outputs and of each query and key head; full layers have no positions.
+"""EXAONE 4 (LG AI Research 2025, arXiv 2507.11407): norms of outputs, and a norm of each query and key head.
 
-The layers without a window rotate nothing where others have one.
+If some layers have a sliding window, the layers without a window have no positions.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
 _FULL = {"positions": "none"}
+"""Fields of layers without a window in a model that has both kinds."""
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
     window = layers.read_window(config, 4096)
     period = config.get("sliding_window_pattern", 4)
     if window is None or not isinstance(period, int):
-        period = 1  # no window, or a word such as LLLG, beside which the types are listed
+        period = 1  # There is no window, or the pattern is a word such as LLLG; with a word, the types are listed too.
     types = layers.read_types(config, layers.periodic(fields["layers"], period or 1))
     if window is not None and set(types) == {layers.FULL}:
         raise BadInput(

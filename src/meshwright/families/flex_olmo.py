@@ -1,6 +1,6 @@
 """FlexOlmo (Shi et al. 2025, arXiv 2507.07024): OLMo 2 with experts in all layers.
 
-The learning rate is that of OLMo 2 of the same width.
+The learning rate of the preset is that of OLMo 2 with the same width.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder, and conversion from and to its config.json, as a model's family describes them."""
+"""Describes the tensors of a Hugging Face folder, and converts between its config.json and a ModelSpec, by the rules of its family."""
 
 from __future__ import annotations
 
@@ -22,44 +22,56 @@ from meshwright.spec.foreign_words import no_folder_hint
 from meshwright.spec.model import SCORE, KindSpec, ModelSpec, ParameterSpec, parameters, without_adapter
 
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
-"""Names of the dtypes in config.json."""
+"""Names of the dtypes in config.json, by the names of this project."""
 _COMPARED = 1 << 16
-"""Bytes by which a head is told from the embedding."""
+"""Bytes at the beginning of the head and of the embedding that are compared to find whether the folder ties them."""
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError, MeshwrightError)
+"""Errors of files that are missing, damaged or malformed."""
 
 
 @dataclass(frozen=True)
 class HFTensor:
-    """Tensor of a Hugging Face folder: rows [first_row, first_row + row_count) of one of our parameters, as a matrix.
+    """A tensor of a Hugging Face folder. It contains rows of one of our parameters, taken as a matrix.
 
-    For stacked experts all dimensions but the last are counted as rows. `shape` is the shape in the folder; with `transposed` our rows are
-    its columns. A `precise` tensor is stored in fp32 whatever the dtype of the folder. A `stacked` tensor has the experts of a layer along
-    dimension 0, and `transposed` is then meant of each of them. Outputs of an `interleaved` one alternate between gates and ups. `one_row`:
-    a vector, stored as a matrix of one row.
+    For stacked experts, all dimensions of the parameter except the last are counted as rows: `(experts, out, in)` has
+    experts · out rows.
     """
 
     name: str
+    """Its name in the folder."""
     first_row: int
+    """First row of the parameter that it contains."""
     row_count: int
+    """Number of rows that it contains."""
     shape: tuple[int, ...]
+    """Its shape in the folder."""
     transposed: bool
+    """Whether it is stored as (in, out), so that rows of the parameter are its columns. If stacked, this applies to each expert."""
     precise: bool = False
+    """Whether it is stored in fp32, whatever the dtype of the folder."""
     stacked: bool = False
+    """Whether it contains all experts of a layer, along dimension 0."""
     one_row: bool = False
+    """Whether it is a vector that is stored as a matrix of one row."""
     interleaved: bool = False
+    """Whether its outputs alternate between gate and up projection."""
 
 
 def hf_tensors(spec: ModelSpec, place: Nesting | None = None) -> dict[str, tuple[HFTensor, ...]]:
-    """For each of our parameters, in order, the tensors of the folder that compose it, in the order of their rows.
+    """Return for each of our parameters the tensors of the folder that contain it, in the order of their rows.
 
-    `place` is where the text part of a folder has them; their names are those of a folder of the text model alone.
+    `place` is where a folder has the tensors of its text part. The names in the result are always those of a folder of
+    the text model alone; `place.name` translates them.
     """
     family = FAMILIES[spec.family] if place is None else place.layout(FAMILIES[spec.family])
     return {parameter.name: tuple(_tensors_of(family, spec, parameter)) for parameter in parameters(spec)}
 
 
 def prediction_copies(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
-    """By parameter, the further tensors of a folder that are equal to it: its copies in layers that predict further tokens."""
+    """Return the tensors of a folder that are copies of a parameter, by the parameter's name.
+
+    Each layer that predicts a further token has its own copy of the embedding and of the head.
+    """
     family = FAMILIES[spec.family]
     shape = (spec.vocab_size, spec.hidden)
     copies: dict[str, tuple[HFTensor, ...]] = {}
@@ -72,7 +84,7 @@ def prediction_copies(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
 
 
 ONE_LABEL = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
-"""Keys of config.json of a folder with one score."""
+"""Keys that the config.json of a reward model has in addition. It has one score, so one label."""
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of special tokens in config.json."""
 
@@ -80,9 +92,10 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def to_hf_config(
     spec: ModelSpec, *, dtype: str = "bf16", special_ids: Mapping[str, int | list[int] | None] | None = None
 ) -> dict[str, Any]:
-    """config.json of the model, with the keys of both transformers 4 and 5; `special_ids` are ids of special tokens by key.
+    """Return the config.json of a model, with the keys of transformers 4 and of transformers 5.
 
-    Raises BadInput for a field that the family's architecture cannot express.
+    `special_ids` maps keys of special tokens to ids. Raises BadInput if the architecture of the family cannot express a
+    field.
     """
     family = FAMILIES[spec.family]
     spec = without_adapter(spec)
@@ -110,9 +123,10 @@ def to_whole_config(
     dtype: str = "bf16",
     special_ids: Mapping[str, int | list[int] | None] | None = None,
 ) -> dict[str, Any]:
-    """`config`, of a folder with a text part, for other weights of its text model; the other parameters as in `to_hf_config`.
+    """Adapt `config`, the config.json of a folder with a text part, to other weights of its text model.
 
-    Raises BadInput if the text model is another one than `config` has; only its longest sequence and `init_std` may differ.
+    The other arguments are as in `to_hf_config`. Raises BadInput if `spec` is another text model than `config`
+    describes. Only its longest sequence, its `init_std` and its tying may differ.
     """
     found, _ = from_hf_config(config)
     free = {key: getattr(spec, key) for key in ("max_seq_len", "init_std", "tied")}
@@ -130,7 +144,7 @@ def to_whole_config(
     if found["max_seq_len"] != spec.max_seq_len:
         parts[-1]["max_position_embeddings"] = spec.max_seq_len
     for part in parts:
-        part.pop(KEY, None)  # the written weights are not quantised
+        part.pop(KEY, None)  # The weights that are written are not quantised.
         part["tie_word_embeddings"] = spec.tied
         part.update((key, DTYPE_NAMES[dtype]) for key in ("torch_dtype", "dtype") if key in part)
         part.update((key, ids) for key, ids in (special_ids or {}).items() if key in part or part is whole)
@@ -138,8 +152,8 @@ def to_whole_config(
 
 
 def export_obstacle(spec: ModelSpec) -> str | None:
-    """Return why a Hugging Face folder of the model's family cannot hold it, and which family's can; None if it can."""
-    spec = without_adapter(spec)  # a folder has merged weights
+    """Return why a folder of the model's family cannot hold the model, and which families could. None if it can."""
+    spec = without_adapter(spec)  # Adapters are merged into the weights of a folder.
     if (obstacle := _obstacle(FAMILIES[spec.family], spec)) is None:
         return None
     able = [name for name, family in FAMILIES.items() if _obstacle(family, spec) is None]
@@ -147,8 +161,8 @@ def export_obstacle(spec: ModelSpec) -> str | None:
 
 
 def _obstacle(family: Family, spec: ModelSpec) -> str | None:
-    """Why the config.json that a family writes for a model describes another one, or cannot be written; None if it does not."""
-    spec = replace(spec, vocab_size=spec.vocab_size or 1)  # 0 until the tokenizer is known
+    """Return why the config.json that the family writes for this model would describe another model. None if it describes this model."""
+    spec = replace(spec, vocab_size=spec.vocab_size or 1)  # The vocabulary is 0 until the tokenizer is known.
     try:
         written = {
             **family.to_config(spec),
@@ -169,7 +183,7 @@ def _obstacle(family: Family, spec: ModelSpec) -> str | None:
 
 
 def _different_key(spec: ModelSpec, other: ModelSpec) -> str | None:
-    """The first key of `spec` that makes it another model than `other`; None if both are the same model."""
+    """Return the first key by which `spec` is another model than `other`. None if both are the same model."""
     equal_layers = LAYER_KEYS if _blocks(other) == _blocks(spec) else ()
     for field in fields(ModelSpec):
         value = getattr(other, field.name)
@@ -187,13 +201,13 @@ LAYER_KEYS = (
     "sequence",
     *(field.name for field in fields(KindSpec) if field.name != "routed"),
 )
-"""Keys of ModelSpec that describe nothing but its layers: equal layers may be described otherwise."""
+"""Keys of ModelSpec that only describe the layers. Two specs may have different values here and still have the same layers."""
 KEYS_OF_SOME_BLOCKS = ("ffn_hidden", "rope_theta", "normalised_routing", "experts_per_token", "expert_hidden")
-"""Keys that only some blocks use, and that a run may give in any case."""
+"""Keys that not all blocks use. A run may give them even if no block of its model does."""
 
 
 def _has_effect(spec: ModelSpec, name: str, value: Any) -> bool:
-    """Whether a model with another value of a key is another model."""
+    """Return whether the model would be another one with `value` under this key."""
     other = replace(spec, **{name: value})
     return name not in KEYS_OF_SOME_BLOCKS or _blocks(other) != _blocks(spec)
 
@@ -203,7 +217,7 @@ def _blocks(spec: ModelSpec) -> tuple[Any, ...]:
 
 
 def _fields(family: Family, config: HFConfig) -> dict[str, Any]:
-    """The plain ModelSpec fields of a config.json. Raises BadInput for a value or key that the family does not have."""
+    """Return the plain ModelSpec fields of a config.json. Raises BadInput for a key or value that the family does not support."""
     found = family.from_config(config)
     tied = config.flag("tie_word_embeddings", family.values.get("tied", False))
     config.expect("is_encoder_decoder", False)
@@ -218,7 +232,7 @@ def _fields(family: Family, config: HFConfig) -> dict[str, Any]:
 
 
 def _architecture(family: Family, spec: ModelSpec) -> str:
-    """The class of transformers of a folder. Raises BadInput where it has none with a score."""
+    """Return the class of transformers for the model. Raises BadInput if the model gives a score and transformers has no such class."""
     if spec.head != "score":
         return family.architecture
     if family.scorer is None:
@@ -227,14 +241,14 @@ def _architecture(family: Family, spec: ModelSpec) -> str:
 
 
 def _scores(family: Family, config: Mapping[str, Any]) -> bool:
-    """Whether a folder has a score's head."""
+    """Return whether config.json describes a model with a head for scores."""
     return family.scorer is not None and config.get("architectures") == [family.scorer]
 
 
 def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The plain ModelSpec fields of a config.json, or of its text part, and notes on keys that are not used.
+    """Return the plain ModelSpec fields of a config.json, or of its text part, and notes on keys that are not used.
 
-    Raises BadInput, naming file, key and value, for a feature that the decoder lacks.
+    Raises BadInput, with file, key and value, for a feature that the decoder lacks.
     """
     config, where = text_config(config, where) or (config, where)
     family = _family_of(config, where)
@@ -247,16 +261,24 @@ def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tup
 
 
 def folder_spec(folder: Path) -> dict[str, Any]:
-    """The plain ModelSpec fields of a Hugging Face folder; raises errors as `folder_fields` does."""
+    """Return the plain ModelSpec fields of a Hugging Face folder. Raises the errors of `folder_fields`."""
     return folder_fields(folder)[0]
 
 
 def folder_fields(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The plain ModelSpec fields of a Hugging Face folder, and notes, from its config.json and the names of its tensors.
+    """Return the plain ModelSpec fields of a Hugging Face folder, and notes.
 
-    transformers keeps `num_nextn_predict_layers` in config.json where it leaves out these layers; the depth is then 0. A text part is tied
-    unless it has a head that differs, whatever config.json says: the whole model's default is not the text model's. Raises BadInput if
-    config.json is missing or describes a feature that the decoder lacks, Damaged if it is not JSON.
+    They come from config.json and from the names of the tensors.
+
+    The tensors are needed for two fields:
+
+    - `prediction_depth`: transformers keeps `num_nextn_predict_layers` in config.json even if it leaves out the weights
+      of these layers. If the tensors are missing, the depth is 0.
+    - `tied` of a text part: config.json cannot be trusted, because the default of the whole model differs from that of
+      the text model. It is tied if there is no head, or if config.json says so and the head equals the embedding.
+
+    Raises BadInput if config.json is missing or describes a feature that the decoder lacks, and Damaged if it is not
+    JSON.
     """
     where = folder / "config.json"
     config = read_json(where)
@@ -277,7 +299,10 @@ def folder_fields(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def folder_nesting(folder: Path) -> Nesting | None:
-    """Where a folder has the tensors of its text part; None for a folder of a text model. Raises BadInput if they are nowhere."""
+    """Return where a folder has the tensors of its text part.
+
+    None if it is a folder of a text model. Raises BadInput if there are none.
+    """
     config = read_json(folder / "config.json")
     where = str(folder / "config.json")
     if (found := text_config(config, where)) is None:
@@ -286,7 +311,7 @@ def folder_nesting(folder: Path) -> Nesting | None:
 
 
 def _nesting(folder: Path, family: Family, files: Mapping[str, str]) -> Nesting:
-    """Where a folder with these tensors has those of its text part."""
+    """Return where a folder has the tensors of its text part. `files` maps the name of each tensor to its file."""
 
     def shape(name: str) -> tuple[int, ...]:
         try:
@@ -298,11 +323,14 @@ def _nesting(folder: Path, family: Family, files: Mapping[str, str]) -> Nesting:
 
 
 MODELOPT = "hf_quant_config.json"
-"""File with the settings of ModelOpt, in folders whose config.json has none."""
+"""File with the quantisation settings of ModelOpt, in folders whose config.json has none."""
 
 
 def folder_quantization(folder: Path) -> Quantization | None:
-    """What a folder says about quantised weights: in config.json, or in ModelOpt's own file. Raises BadInput as `read_quantization`."""
+    """Return what a folder says about quantised weights, in config.json or in ModelOpt's own file. None if it says nothing.
+
+    Raises BadInput as `read_quantization` does.
+    """
     where = folder / "config.json"
     config = read_json(where)
     found, place = text_config(config, str(where)) or (config, str(where))
@@ -314,7 +342,10 @@ def folder_quantization(folder: Path) -> Quantization | None:
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
-    """File of each tensor in a folder's safetensors; none if the index or the header of the only file cannot be read."""
+    """Return the file of each tensor in the folder's safetensors files.
+
+    Empty if the index, or the header of the only file, cannot be read.
+    """
     try:
         if (index := folder / "model.safetensors.index.json").is_file():
             return dict(read_json(index)["weight_map"])
@@ -324,14 +355,14 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The table of a safetensors file, and where its first tensor begins."""
+    """Return the table of contents of a safetensors file, and the byte at which its first tensor begins."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         return json.loads(opened.read(length)), 8 + length
 
 
 def _beginning(folder: Path, files: Mapping[str, str], name: str) -> bytes | None:
-    """The first bytes of a tensor, which tell two weights apart; None if they cannot be read, which opening the weights reports."""
+    """Return the first bytes of a tensor, to compare two weights. None if they cannot be read; opening the weights will report that."""
     try:
         table, start = _header(folder / files[name])
         first, last = table[name]["data_offsets"]
@@ -343,14 +374,14 @@ def _beginning(folder: Path, files: Mapping[str, str], name: str) -> bytes | Non
 
 
 def gguf_hint(path: Path) -> str:
-    """What to do instead, where a GGUF file, or a folder of them, was given; else nothing."""
+    """Return a hint on what to use instead if `path` is a GGUF file or a folder of them. Otherwise empty."""
     inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
     found = [path] if path.suffix == ".gguf" else inside
     return f"; {found[0].name} is GGUF, which is not read: take the folder from which it was made" if found else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a Hugging Face folder."""
+    """Read the JSON object in a file of a Hugging Face folder. Raises BadInput if there is no such file, Damaged if it is not JSON."""
     if path.parent.is_file():
         raise BadInput(
             f"{path.parent}: is a file; expected a Hugging Face folder with {path.name} and safetensors weights"
@@ -366,6 +397,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _family_of(config: Mapping[str, Any], where: str) -> Family:
+    """Return the family of a config.json. Raises BadInput if the model type or the architecture is not supported."""
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -382,6 +414,7 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> list[HFTensor]:
+    """Return the tensors of a folder that contain `parameter`, in the order of their rows."""
     if parameter.expert:
         return _experts_of(family, spec, parameter)
     if parameter.name == SCORE:
@@ -412,13 +445,16 @@ def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
 
 
 def _prefix_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> str:
-    """The prefix of a block's tensors; prediction modules are numbered after the layers."""
+    """Return the prefix of the names of a block's tensors. Prediction modules are numbered after the layers."""
     number = int(parameter.name.split(".")[1])
     return family.layer.format(layer=number + spec.layers * parameter.predicts)
 
 
 def _experts_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> list[HFTensor]:
-    """The tensors of a layer's stacked experts in a folder: one per expert, with gate and up projection separate."""
+    """Return the tensors of a layer's experts in a folder.
+
+    Usually there are two for each expert's first matrix: gate and up projection.
+    """
     attribute = parameter.name.rpartition(".")[2]
     prefix = _prefix_of(family, spec, parameter)
     names = family.modules[f"moe.experts.{attribute}"]
@@ -434,7 +470,7 @@ def _experts_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
 
 
 def _stacked_experts(family: Family, parameter: ParameterSpec, attribute: str, name: str) -> HFTensor:
-    """The tensor that has a layer's experts in the folder too; a bias's is `(experts, out)`."""
+    """Return the tensor of a folder that stacks the experts of a layer: `(experts, out, in)`, or `(experts, out)` for a bias."""
     module = f"moe.experts.{attribute.removesuffix('_bias')}"
     transposed = module in family.transposed and len(parameter.shape) == 3
     shape = parameter.shape

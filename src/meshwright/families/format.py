@@ -1,6 +1,8 @@
-"""What a model family is: names of its weights, keys of its config.json, and presets; and a reader of config.json.
+"""Defines what a model family is, and reads config.json.
 
-Keys that several families share are in `families.keys`.
+A family has names of weights, keys of config.json, and presets. `families.keys` has keys that several families share.
+In these files, "the class" is the configuration class of transformers, whose default applies if config.json lacks a
+key.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from meshwright.spec.fields import LARGEST_COUNT
 from meshwright.spec.model import ModelSpec
 
 LARGEST_NUMBER = 1e30
-"""Most that a number of config.json may be; squares of it are within a double."""
+"""Largest number that config.json may have. Its square is still within the range of a double."""
 
 
 WITHOUT_EFFECT = frozenset(
@@ -29,7 +31,7 @@ WITHOUT_EFFECT = frozenset(
         "unsloth_fixed",
         "unsloth_version",
         "use_bfloat16",
-        # What a forward returns, and how it is split or cached.
+        # What a forward returns, and how it is divided or cached.
         "chunk_size_feed_forward",
         "ep_size",
         "output_attentions",
@@ -59,7 +61,7 @@ WITHOUT_EFFECT = frozenset(
         "task_specific_params",
         "tie_encoder_decoder",
         "tokenizer_class",
-        # Sampling, which transformers kept here before generation_config.json.
+        # Sampling settings, which transformers stored here before it had generation_config.json.
         "bad_words_ids",
         "begin_suppress_tokens",
         "diversity_penalty",
@@ -87,28 +89,33 @@ WITHOUT_EFFECT = frozenset(
         "typical_p",
     }
 )
-"""Keys of config.json that change nothing about what a model of any family computes; others begin with an underscore."""
+"""Keys of config.json that do not change what a model of any family computes. Keys with a leading underscore do not either."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A released model with the dimensions of its config.json, and the settings with which its training starts.
+    """A released model: the dimensions in its config.json, and settings with which its training begins.
 
-    The learning rate is that of other models of like size, where none was published.
+    If no learning rate was published, it is that of other models of similar size.
     """
 
     model: Mapping[str, Any]
-    """ModelSpec fields, without the family."""
+    """ModelSpec fields, except the family."""
     learning_rate: float
+    """Peak learning rate."""
     seq_len: int
+    """Tokens of a sequence."""
     train: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of `train`."""
+    """Further keys of the section `train`."""
 
 
 def size(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn_hidden: int, learning_rate: float, **other: Any
 ) -> dict[str, Any]:
-    """What a released model has for itself: these ModelSpec fields and `other` ones, and its learning rate."""
+    """Return the ModelSpec fields in which a released model differs from others of its family, and its learning rate.
+
+    `other` has further fields.
+    """
     dimensions = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn_hidden": ffn_hidden}
     return {**dimensions, "learning_rate": learning_rate, **other}
 
@@ -116,10 +123,14 @@ def size(
 def presets(
     sizes: Mapping[str, Mapping[str, Any]], *, seq_len: int, train: Mapping[str, Any] | None = None, **shared: Any
 ) -> dict[str, Preset]:
-    """The presets of a family by name, each of a `size` and the ModelSpec fields that all have; the other arguments are those of Preset."""
+    """Return the presets of a family, by name.
+
+    `sizes` has the own fields of each preset, from `size`. `shared` has ModelSpec fields that apply to all presets
+    without their own value. The other arguments are fields of Preset.
+    """
     result = {}
     for name, own in sizes.items():
-        model = {**own, **shared, **own}  # its own first, in messages too
+        model = {**own, **shared, **own}  # The model's own fields come first, also in messages.
         rate = model.pop("learning_rate")
         result[name] = Preset(model=model, learning_rate=rate, seq_len=seq_len, train=train or {})
     return result
@@ -127,84 +138,97 @@ def presets(
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Architecture of transformers and its mapping to a ModelSpec."""
+    """An architecture of transformers, and how it maps to a ModelSpec."""
 
     model_type: str
-    """`model_type` in config.json, and the family's name in run files."""
+    """`model_type` in config.json. It is also the family's name in run files."""
     architecture: str
-    """The class in `architectures`, with a language-model head."""
+    """The class with a language-model head, as `architectures` in config.json names it."""
     score_class: str | None = ""
-    """The class with a score in place of that head; None if transformers has none, empty: `architecture` with the usual ending."""
-    base: str
-    """Prefix of all weight names but the head's; folders of the model without a head omit it."""
-    layer: str
-    """Prefix of one layer's modules, with `{layer}` for its number."""
-    ends: Mapping[str, str]
-    """Modules outside the layers: our name → Hugging Face's."""
-    modules: Mapping[str, tuple[str, ...]]
-    """Modules of a layer: our name → Hugging Face's names.
+    """The class with a head for a score.
 
-    A weight that is fused only here has several names, in the order in which it concatenates theirs. A weight that is fused
-    here and in Hugging Face's model has one name. Names of a weight that stacks a layer's experts contain `{expert}` for the
-    expert's number; without it the folder stacks them too, in a tensor of this name without `.weight`.
+    None: transformers has none. Empty: the name is that of `architecture` with the usual ending.
+    """
+    base: str
+    """Prefix of the names of all weights except the head's. Folders of the model without a head omit it."""
+    layer: str
+    """Prefix of the names in one layer. `{layer}` stands for the number of the layer."""
+    ends: Mapping[str, str]
+    """Modules outside the layers, such as embedding and head: our name → the name in folders."""
+    modules: Mapping[str, tuple[str, ...]]
+    """Modules of a layer: our name → the names in folders.
+
+    There are four cases:
+
+    - Several names: our weight concatenates the weights of these names, in this order.
+    - One name: the weight is the same in folders. It may be fused in both.
+    - Names with `{expert}`: our weight stacks the experts of a layer, and a folder has one tensor for each expert's
+      number.
+    - One name for experts without `{expert}`: folders stack the experts too. The tensor has exactly this name; no
+      `.weight` is added.
     """
     tensors: Callable[[ModelSpec], Mapping[str, str]] = lambda spec: {}
-    """Names in a layer that depend on the model or end otherwise: our name → Hugging Face's, both with `.weight` or the like."""
+    """Further names in a layer, which depend on the model or have other endings: our name → the name in folders, both in full."""
     transposed: frozenset[str] = frozenset()
-    """Our modules whose weights Hugging Face stores as (in, out); of stacked experts as (experts, in, out)."""
+    """Our modules whose weights folders store as (in, out), or (experts, in, out) for stacked experts."""
     one_row: frozenset[str] = frozenset()
     """Our vectors that folders store as a matrix of one row."""
     interleaved: frozenset[str] = frozenset()
-    """Our modules of gates and ups whose outputs alternate in folders: gate 0, up 0, gate 1, …"""
+    """Our modules with gate and up projection whose outputs alternate in folders: gate 0, up 0, gate 1, …"""
     unused: tuple[str, ...] = ()
-    """Suffixes of tensors in old folders that are not needed (masks, rotary frequencies)."""
+    """Suffixes of tensors in old folders that are not needed, such as masks and rotary frequencies."""
     unread: tuple[str, ...] = ()
-    """Prefixes of modules in folders that the decoder does not have: predictions of another form than DeepSeek's."""
+    """Prefixes of modules in folders that are not read, such as modules for further tokens in another form than DeepSeek's."""
     predictions: Mapping[str, str] = field(default_factory=dict)
-    """Modules of a prediction module outside its block, which is numbered as a further layer: our name → Hugging Face's."""
-    prediction_copies: Mapping[str, str] = field(default_factory=dict)
-    """Our modules at the ends of which each of these layers has a copy in folders, with the copy's name."""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """ModelSpec fields of the architecture that differ from the defaults of ModelSpec."""
-    by_width: Callable[[int], Mapping[str, Any]] = lambda hidden: {}
-    """Further such fields, which follow from `hidden`."""
-    required: tuple[str, ...] = ()
-    """ModelSpec fields that a run must give beside those of every model."""
-    without_effect: frozenset[str] = frozenset()
-    """Keys of config.json, beside those of `WITHOUT_EFFECT`, that change nothing about what the model computes."""
-    from_config: Callable[[HFConfig], dict[str, Any]]
-    """Converts config.json to ModelSpec fields; those that it leaves out have the values of `values` or ModelSpec."""
-    to_config: Callable[[ModelSpec], dict[str, Any]]
-    """Converts a ModelSpec to config.json. Values that the architecture cannot express may be left out.
+    """Parts of a module that predicts a further token, other than its block: our name → the name in folders.
 
-    An export is refused unless reading the result gives the same model. Raises BadInput where nothing can be written.
+    The module is numbered as a further layer in folders.
+    """
+    prediction_copies: Mapping[str, str] = field(default_factory=dict)
+    """Our modules `embed` and `head`, if folders have a copy in each layer that predicts a further token → the copy's name."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """ModelSpec fields of this architecture that differ from the defaults of ModelSpec."""
+    by_width: Callable[[int], Mapping[str, Any]] = lambda hidden: {}
+    """Further such fields, computed from `hidden`."""
+    required: tuple[str, ...] = ()
+    """ModelSpec fields that a run must give, in addition to those of every model."""
+    without_effect: frozenset[str] = frozenset()
+    """Keys of config.json that do not change what the model computes, in addition to `WITHOUT_EFFECT`."""
+    from_config: Callable[[HFConfig], dict[str, Any]]
+    """Converts config.json to ModelSpec fields. Fields that it leaves out have the value in `values`, or ModelSpec's default."""
+    to_config: Callable[[ModelSpec], dict[str, Any]]
+    """Converts a ModelSpec to config.json. It may leave out values that the architecture cannot express.
+
+    An export is refused if reading the result would give another model. Raises BadInput if no config.json can be
+    written.
     """
 
     @property
     def scorer(self) -> str | None:
-        """The class with a score."""
+        """The class with a head for a score. None if transformers has none."""
         usual = f"{self.architecture.removesuffix('ForCausalLM')}ForSequenceClassification"
         return usual if self.score_class == "" else self.score_class
 
 
 @dataclass
 class HFConfig:
-    """Reader of config.json: every error names the file, the key and the value."""
+    """Reads the keys of a config.json. Every error names the file, the key and the value."""
 
     values: Mapping[str, Any]
     where: str
+    """Name of the file in messages."""
     notes: list[str] = field(default_factory=list)
     """Sentences about keys that are set but deliberately not used."""
     read: set[str] = field(default_factory=set)
-    """Keys that were asked for."""
+    """Keys that were read."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value under `key`, unchecked; `default` if it is absent."""
+        """Return the value under `key`, without any check. `default` if the key is absent."""
         self.read.add(key)
         return self.values.get(key, default)
 
     def refuse_unknown(self, without_effect: frozenset[str] = frozenset()) -> None:
-        """Raise BadInput for the first key with a value that was not asked for and is not in `without_effect`."""
+        """Raise BadInput for the first key that has a value, was not read, and is not in `without_effect`."""
         known = self.read | without_effect
         for key, value in self.values.items():
             if key not in known and not key.startswith("_") and value is not None:
@@ -216,11 +240,16 @@ class HFConfig:
                 )
 
     def without(self, *keys: str) -> HFConfig:
-        """The same without some keys, which the caller reads; what is read of either counts for both."""
+        """Return a reader without these keys, which the caller reads itself. Keys that one of the two readers reads count for both."""
         return replace(self, values={key: value for key, value in self.values.items() if key not in keys})
 
     def integer(self, *keys: str, default: int | None = None, least: int = 1) -> int:
-        """The integer from `least` to `LARGEST_COUNT` under the first of `keys` that is present, or `default`."""
+        """Return the integer under the first of `keys` that is present, otherwise `default`.
+
+        It must be from `least` to `LARGEST_COUNT`.
+
+        Raises BadInput if the value is invalid, and if the keys are absent and there is no default.
+        """
         key, value = self._first(keys, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_COUNT:
             kind = "a positive integer" if least == 1 else f"an integer from {least}"
@@ -228,14 +257,14 @@ class HFConfig:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The positive, finite number under `key`, or `default`."""
+        """Return the positive, finite number under `key`, otherwise `default`. Raises BadInput as `integer` does."""
         key, value = self._first((key,), default)
         if not is_positive(value):
             raise self.error(key, value, "a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """The boolean under `key`, or `default`."""
+        """Return the boolean under `key`, otherwise `default`. Raises BadInput if the value is not a boolean."""
         key, value = self._first((key,), default)
         if not isinstance(value, bool):
             raise self.error(key, value, "true or false")
@@ -248,7 +277,7 @@ class HFConfig:
             raise self.error(key, value, " or ".join(map(repr, allowed)))
 
     def note_unused(self, why: str, *keys: str) -> None:
-        """Add a note for each of `keys` that is set: its value is not used."""
+        """For each of `keys` that is set, add a note that its value is not used. `why` is the reason."""
         self.read.update(keys)
         self.notes.extend(
             f"{self.where}: {key} {shorten(str(self.values[key]))} is not used: {why}"
@@ -257,10 +286,14 @@ class HFConfig:
         )
 
     def error(self, key: str, value: Any, expected: str) -> BadInput:
-        """The error for a value of `key` that is not as expected."""
+        """Return the error for a value of `key` that is not as expected."""
         return BadInput(f"{self.where}: {key}: expected {expected}, got {shorten(repr(value))}")
 
     def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        """Return the first of `keys` that is present, with its value; otherwise the first key with `default`.
+
+        Raises BadInput if none is present and there is no default.
+        """
         self.read.update(keys)
         for key in keys:
             if self.values.get(key) is not None:
@@ -273,39 +306,39 @@ class HFConfig:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a value is a positive number, and small enough to be meant."""
+    """Return whether a value is a number above 0 and at most `LARGEST_NUMBER`."""
     return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value <= LARGEST_NUMBER
 
 
 class Key(NamedTuple):
-    """A key of config.json that is a field of ModelSpec."""
+    """A key of config.json that corresponds to one field of ModelSpec."""
 
     name: str
     default: bool | int | float | None = None
-    """The value of the class for a config.json without the key, whose type the field has; None if it must be there, for integers."""
+    """The default of the class. Its type is the type of the field. None: the key must be present, and is an integer."""
     other: str = ""
-    """Another name that folders have for it."""
+    """Another name that some folders use for the key."""
     least: int = 1
-    """Least value of an integer."""
+    """Smallest value, if it is an integer."""
 
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """Keys of config.json that are read and written alike."""
+    """Keys of config.json that are read and written by one table."""
 
     fields: Mapping[str, Key] = field(default_factory=dict)
-    """Those of ModelSpec fields."""
+    """Keys that correspond to a ModelSpec field, by the field's name."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Those that have one value in all models of the family: a folder with another one is refused."""
+    """Keys that have the same value in all models of the family. A folder with another value is refused."""
 
     def read(self, config: HFConfig) -> dict[str, Any]:
-        """The ModelSpec fields. Raises BadInput for a value that is none of the field, or not the fixed one."""
+        """Return the ModelSpec fields. Raises BadInput for an invalid value, and for another value than the fixed one."""
         for key, value in self.fixed.items():
             config.expect(key, value)
         return {name: _read_key(config, key) for name, key in self.fields.items()}
 
     def write(self, spec: ModelSpec) -> dict[str, Any]:
-        """The keys with their values."""
+        """Return the keys with their values."""
         return {**{key.name: getattr(spec, name) for name, key in self.fields.items()}, **self.fixed}
 
 

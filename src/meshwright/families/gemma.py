@@ -1,4 +1,4 @@
-"""Gemma (Gemma Team 2024, arXiv 2403.08295): Llama with weights of norms stored minus one, gated GELU, and scaled embeddings."""
+"""Gemma (Gemma Team 2024, arXiv 2403.08295): Llama with gated GELU, scaled embeddings, and norms that multiply by 1 + weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ACTIVATION = "gelu_pytorch_tanh"
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
     for key in ("hidden_act", "hidden_activation"):
-        config.expect(key, _ACTIVATION, "gelu")  # an older name of the same, as released folders have it
+        config.expect(key, _ACTIVATION, "gelu")  # Released folders have "gelu", an older name of the same function.
     for key in ("attention_bias", "use_bidirectional_attention"):
         config.expect(key, False)
     fields = decoder.read(config.without("hidden_act"), head_dim=256)

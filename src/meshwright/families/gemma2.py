@@ -1,6 +1,7 @@
-"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118): a window in every other layer, four norms a layer, caps of scores and logits.
+"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118): a sliding window in every second layer, four norms in each layer, soft caps.
 
-Defaults of keys are those of transformers' `Gemma2Config`.
+Attention scores and logits have a soft cap: cap · tanh(x / cap). The defaults of keys are those of `Gemma2Config` in
+transformers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ FAMILY = replace(
     score_class="",
     modules={ours: theirs for ours, theirs in GEMMA3.modules.items() if not ours.endswith(("q_norm", "k_norm"))},
     values={**GEMMA3.values, "qk_norm": False, **_CAPS},
-    # Released folders have further keys beside those that the class reads.
+    # Released folders have more keys than the class reads.
     without_effect=frozenset({"cache_implementation", "hidden_act", "sliding_window_size"}),
     from_config=_from_config,
     to_config=_to_config,

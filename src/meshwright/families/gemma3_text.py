@@ -1,7 +1,7 @@
-"""Gemma 3, text (Gemma Team 2025, arXiv 2503.19786): local and global layers, four norms a layer, gated GELU.
+"""Gemma 3, text only (Gemma Team 2025, arXiv 2503.19786): local and global layers, four norms in each layer, gated GELU.
 
-Norms multiply by 1 + the stored weight. Local layers have a window and a rotary base of their own; the base of global layers may be scaled.
-Defaults of keys are those of transformers' `Gemma3TextConfig`.
+Norms multiply by 1 + the stored weight. Local layers have a sliding window and their own rotary base. The rotation of
+global layers may be scaled. The defaults of keys are those of `Gemma3TextConfig` in transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.spec.model import ModelSpec
 
 _BASES = {SLIDING: 10_000.0, FULL: 1_000_000.0}
 _OUTSIDE = {SLIDING: ("rope_local_base_freq", None), FULL: ("rope_theta", "rope_scaling")}
-"""Keys of base and scaling that transformers 4 has beside the sections of kinds."""
+"""The keys of transformers 4 for the base and the scaling of each kind of layer."""
 _WINDOW = 4096
 _PERIOD = "sliding_window_pattern"
 
@@ -28,7 +28,7 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
             raise config.error(key, cap, "null: Gemma 3 has no caps")
     fields = gemma.read(config, vocab_size=262_208, max_seq_len=131_072)
     ropes = layers.ropes_by_kind(config, _OUTSIDE, _BASES, longest=131_072)
-    period = config.integer(_PERIOD, f"_{_PERIOD}", default=6)  # the second as transformers 5 writes it
+    period = config.integer(_PERIOD, f"_{_PERIOD}", default=6)  # transformers 5 writes the second name.
     types = layers.read_types(config, layers.periodic(fields["layers"], period))
     return {**fields, **layers.rotated(types, config.integer("sliding_window", default=_WINDOW), ropes)}
 
@@ -47,7 +47,7 @@ FAMILY = GEMMA3 = replace(
     modules={
         **LLAMA.modules,
         **decoder.HEAD_NORMS,
-        # Llama has this name for the norm before its feed-forward network.
+        # In Llama, this is the name of the norm before the feed-forward network.
         "attention_output_norm": ("post_attention_layernorm",),
         "mlp_norm": ("pre_feedforward_layernorm",),
         "mlp_output_norm": ("post_feedforward_layernorm",),
@@ -61,7 +61,10 @@ FAMILY = GEMMA3 = replace(
 
 
 def _layers(window: int, scaling: dict[str, Any] | None) -> dict[str, Any]:
-    """The ModelSpec fields of one period of layers, which is repeated."""
+    """Return the ModelSpec fields of one period of layers, which the model repeats.
+
+    `window` is in tokens, `scaling` is that of global layers.
+    """
     ropes = {
         kind: {"rope_theta": base, "rope_scaling": scaling if kind == FULL else None} for kind, base in _BASES.items()
     }

@@ -1,4 +1,4 @@
-"""GLM-4-9B (GLM Team 2024, arXiv 2406.12793): Llama that rotates neighbours in the first half of each head."""
+"""GLM-4-9B (GLM Team 2024, arXiv 2406.12793): Llama in which RoPE rotates pairs of neighbours in the first half of each head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GLM-4-0414 (GLM Team 2025): norms of inputs and outputs; neighbours in the first half of each head are rotated."""
+"""GLM-4-0414 (GLM Team 2025):
+
+Llama with norms of inputs and outputs. RoPE rotates pairs of neighbours in the first half of each head.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""GLM-4.5 to 4.7 (GLM Team 2025, arXiv 2508.06471): DeepSeek-V3's routing beside ordinary attention, half of each head rotated."""
+"""GLM-4.5 to 4.7 (GLM Team 2025, arXiv 2508.06471): the routing of DeepSeek-V3 with ordinary attention.
+
+RoPE rotates half of each head.
+"""
 
 from __future__ import annotations
 

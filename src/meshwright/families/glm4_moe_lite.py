@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash (GLM Team 2026): DeepSeek-V3 with wider values, and experts in one group."""
+"""GLM-4.7-Flash (GLM Team 2026): DeepSeek-V3 with wider values, and with all experts in one group."""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
 """GPT-2 (Radford et al. 2019), and larger models of the same architecture.
 
-Presets: GPT-2 and GPT-3 (Brown et al. 2020, table 2.1; 13B at width 5120, which its 40 heads of 128 need),
-Megatron-Turing NLG 530B (Smith et al. 2022), Megatron 1T (Narayanan et al. 2021, table 1), and PanGu-α 200B (Zeng et al.
-2021, table 1). PanGu-α is planned as 64 plain layers, which make the paper's 207.0 billion parameters; the
-position-table queries of its last layer are left out.
+The presets and their sources:
+
+- GPT-2, and GPT-3 (Brown et al. 2020, table 2.1). The 13B model has width 5120, because its 40 heads have 128
+  dimensions each.
+- Megatron-Turing NLG 530B (Smith et al. 2022).
+- Megatron 1T (Narayanan et al. 2021, table 1).
+- PanGu-α 200B (Zeng et al. 2021, table 1). Here it has 64 ordinary layers, which give the paper's 207.0 billion
+  parameters. The position queries of its last layer are left out.
 """
 
 from __future__ import annotations
@@ -94,6 +98,7 @@ FAMILY = Family(
 
 
 def _of_kind(layers: int, hidden: int, heads: int, learning_rate: float, **other: Any) -> dict[str, Any]:
+    """Return the own fields of a preset in which all heads are key/value heads and the feed-forward network is 4 · hidden wide."""
     return size(layers, hidden, heads, heads, 4 * hidden, learning_rate, head_dim=hidden // heads, **other)
 
 

@@ -1,6 +1,7 @@
-"""gpt-oss (OpenAI 2025, arXiv 2508.10925): experts with biases and a clamped activation, attention with sinks, alternating windows.
+"""gpt-oss (OpenAI 2025, arXiv 2508.10925): experts with biases and a clamped SwiGLU, attention sinks, alternating windows.
 
-Released folders have experts in MXFP4 (`families.quantization`), which are transposed against a folder in bf16.
+Released folders have experts in MXFP4 (`families.quantization`). These weights are transposed compared with a folder in
+bf16.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _CLASS = {"num_hidden_layers": 36, "intermediate_size": 2880, "hidden_size": 288
 _CLASS |= {"num_key_value_heads": 8, "vocab_size": 201_088, "max_position_embeddings": 131_072}
 """Defaults of the class."""
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-"""The rotation of a config.json without one."""
+"""The RoPE section if config.json has none."""
 _EXPERTS = experts.keys(Key("num_local_experts", 128, "num_experts"), 4, Key("intermediate_size"))
 
 

@@ -1,4 +1,4 @@
-"""Granite 3 (IBM 2024): Llama with factors of embeddings, of what layers add, of scores and of logits."""
+"""Granite 3 (IBM 2024): Llama with constant factors of embeddings, of layer outputs, of attention scores and of logits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAMILY = replace(
     to_config=_to_config,
 )
 RELEASED = {"embedding_scale": 12.0, "residual_factor": 0.22, "tied": True}
-"""ModelSpec fields of all released models, with experts too."""
+"""ModelSpec fields that all released models have in common, also those with experts."""
 PRESETS = presets(
     {
         "granite3.3-2b": size(40, 2048, 32, 8, 8192, 4e-4, head_dim=64, score_scale=1 / 64, logit_factor=1 / 8),

@@ -1,6 +1,6 @@
-"""Granite 3 MoE (IBM 2024): Granite's factors, and experts in all layers.
+"""Granite 3 MoE (IBM 2024): the factors of Granite, and experts in all layers.
 
-The presets are those of version 3.1.
+The presets are models of version 3.1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Hunyuan, dense (Tencent 2025): norms of queries and keys behind rotation, whose base a constant stretches."""
+"""Hunyuan, dense (Tencent 2025):
+
+Llama with norms of queries and keys after RoPE. A constant in config.json stretches the rotary base.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from meshwright.families.llama import LLAMA
 from meshwright.spec.model import ModelSpec
 
 _BUILT_IN = {"use_qk_norm": True, "use_rotary_pos_emb": True, "mlp_bias": False, "use_cla": False}
-"""Keys of released folders that the class does not read, with the values that it has built in."""
+"""Keys of released folders that the class does not read. The class behaves as if they had these values."""
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
@@ -44,7 +47,7 @@ FAMILY = HUNYUAN = replace(
     to_config=_to_config,
 )
 RELEASED = {"seq_len": 4096, "head_dim": 128, "max_seq_len": 32768, "norm_eps": 1e-5, "tied": True}
-"""What all released models share."""
+"""Fields that all released models have in common."""
 PRESETS = presets(
     {"hunyuan-mt-7b": size(32, 4096, 32, 8, 14336, 3e-4)},
     vocab_size=128256,

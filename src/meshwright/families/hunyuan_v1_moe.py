@@ -1,4 +1,4 @@
-"""Hunyuan with experts (Hunyuan-A13B, Tencent 2025): Hunyuan's attention, experts in all layers, and a shared expert of the same width."""
+"""Hunyuan with experts (Hunyuan-A13B, Tencent 2025): the attention of Hunyuan, experts in all layers, and an equally wide shared expert."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.spec.model import ModelSpec
 
 _COUNTS = ConfigKeys({"experts": Key("num_experts", 1), "experts_per_token": Key("moe_topk", 1)})
 _WIDTH = "moe_intermediate_size"
-_LISTED = (_WIDTH, "num_experts", "moe_topk")  # may have a list, of a number for each layer
+_LISTED = (_WIDTH, "num_experts", "moe_topk")  # These keys may have a list with one number for each layer.
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Kimi K2 (Moonshot AI 2025, arXiv 2507.20534): DeepSeek-V3 with more experts in one group and fewer heads.
+"""Kimi K2 (Moonshot AI 2025, arXiv 2507.20534): DeepSeek-V3 with more experts, all in one group, and with fewer heads.
 
-Its folders differ from DeepSeek-V3's in `model_type` alone.
+Its folders differ from those of DeepSeek-V3 only in `model_type`.
 """
 
 from __future__ import annotations

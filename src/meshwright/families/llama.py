@@ -1,6 +1,6 @@
-"""Llama 2 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024).
+"""Llama 2 and Llama 3 (Touvron et al. 2023, Grattafiori et al. 2024).
 
-`llama-nano` is the laptop-sized model of the quick start.
+`llama-nano` is the small model of the quick start, for a laptop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""MiniMax-M2 (MiniMax 2025): experts chosen by sigmoid and bias, a part of each head rotated, norms of all heads together."""
+"""MiniMax-M2 (MiniMax 2025): sigmoid routing with a bias, and RoPE on a part of each head.
+
+One norm covers all query heads, and one all key heads.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from meshwright.families.mixtral import MIXTRAL
 from meshwright.spec.model import ModelSpec
 
 _BUILT_IN = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}
-"""Keys of the released folder that the class does not read, with the values that it has built in."""
+"""Keys of the released folder that the class does not read. The class behaves as if they had these values."""
 _KEYS = ConfigKeys(fixed=_BUILT_IN)
 _EXPERTS = experts.keys(Key("num_local_experts", 256, "num_experts"), 8, Key("intermediate_size"))
 
@@ -32,7 +35,8 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
     return {**keys, **_KEYS.write(spec), "rotary_dim": spec.rotary_dim}
 
 
-# Of modules that predict further tokens, whose weights the folder does not have, and of other models of the class's author.
+# Keys about modules that predict further tokens, whose weights the folder does not have, and keys of other models of
+# the same author.
 _UNUSED = {"mtp_transformer_layers", "num_mtp_modules", "use_mtp", "max_model_len", "mlp_intermediate_size"}
 _UNUSED |= {f"layernorm_{part}_beta" for part in ("full_attention", "linear_attention", "mlp")}
 FAMILY = replace(

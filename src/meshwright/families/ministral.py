@@ -1,4 +1,4 @@
-"""Ministral 8B (Mistral AI 2024): Mistral in which some layers have a window and the others none."""
+"""Ministral 8B (Mistral AI 2024): Mistral in which some layers have a sliding window and the others have none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Ministral 3 (Mistral AI 2026, arXiv 2601.08584), text: Mistral with YaRN, in which queries grow with their position.
+"""Ministral 3 (Mistral AI 2026, arXiv 2601.08584), text only:
 
-The preset has the class's dimensions, which are those of the released 8B model. Released folders also read images (`model_type` mistral3);
-this family is their text part as a folder of its own.
+Mistral with YaRN, and with queries that grow with their position.
+
+The preset has the dimensions of the class, which are those of the released 8B model. Released folders also read images
+(`model_type` mistral3); this family is their text part as a folder of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Types of models that are asked for and not read: what each has that the decoder lacks."""
+"""Known model types that are not supported, each with what the decoder lacks for it."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ LACKS: Mapping[str, str] = {name: what for what, names in _TYPES.items() for nam
 
 
 def lacks(model_type: str) -> str | None:
-    """What the decoder lacks for a type, or for the text part of one; None if the type is not known."""
+    """Return what the decoder lacks for a model type, or for a text part of this type. None if the type is not listed."""
     return LACKS.get(model_type.removesuffix("_text"))

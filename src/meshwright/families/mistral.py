@@ -1,6 +1,7 @@
-"""Mistral (Jiang et al. 2023): Llama, where each token may attend to a window of tokens.
+"""Mistral (Jiang et al. 2023): Llama in which each token may attend only to a window of earlier tokens.
 
-A config.json without `sliding_window` has the window of the class, 4096 tokens; one with null has none.
+If config.json has no key `sliding_window`, the window is the default of the class, 4096 tokens. The value null means no
+window.
 """
 
 from __future__ import annotations

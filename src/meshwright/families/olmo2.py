@@ -1,6 +1,6 @@
-"""OLMo 2 (OLMo Team 2025, arXiv 2501.00656): norms of outputs instead of inputs, and of all query and key heads together.
+"""OLMo 2 (OLMo Team 2025, arXiv 2501.00656): norms of outputs instead of inputs.
 
-The learning rates of the presets are those of the paper.
+One norm covers all query heads, and one all key heads. The learning rates of the presets are the paper's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""OLMo 3 (OLMo Team 2025): OLMo 2 in which three of four layers have a window, and the others YaRN.
+"""OLMo 3 (OLMo Team 2025): OLMo 2 in which three of every four layers have a sliding window, and the fourth uses YaRN.
 
-Older folders have one base for all layers and `rope_scaling` for full layers.
+Older folders have one rotary base for all layers, and `rope_scaling` for the layers without a window.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""OLMoE (Muennighoff et al. 2024, arXiv 2409.02060): experts in all layers, and norms of all query and key heads together.
+"""OLMoE (Muennighoff et al.
 
-The learning rate of the preset is that of the paper.
+2024, arXiv 2409.02060): experts in all layers, and one norm over all query heads and one over all key heads.
+
+The learning rate of the preset is the paper's.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from meshwright.spec.model import ModelSpec
 
 
 def routed(experts_of_class: int, per_token: int) -> ConfigKeys:
-    """The keys of experts in all layers; the numbers are defaults of the class."""
+    """Return the keys of a model with experts in all layers. `experts_of_class` and `per_token` are defaults of the class."""
     number = Key("num_experts", experts_of_class, "num_local_experts")
     return experts.keys(number, per_token, Key("intermediate_size"), normalised_routing=Key("norm_topk_prob", False))
 

@@ -1,7 +1,9 @@
-"""Phi-3, Phi-4 and Phi-4-mini (Abdin et al. 2024, arXiv 2404.14219 and 2412.08905): Llama with fused projections in its folders.
+"""Phi-3, Phi-4 and Phi-4-mini (Abdin et al.
 
-Phi-4-mini rotates three quarters of each head, with LongRoPE. `original_max_position_embeddings` stands outside of
-the RoPE section, and wins over one in it, as in transformers.
+2024, arXiv 2404.14219 and 2412.08905): Llama with fused weights in its folders.
+
+Phi-4-mini rotates three quarters of each head, with LongRoPE. The key `original_max_position_embeddings` is outside of
+the RoPE section. If the section has it too, the outer one counts, as in transformers.
 """
 
 from __future__ import annotations

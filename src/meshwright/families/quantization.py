@@ -1,7 +1,8 @@
-"""Reads what config.json says about quantised weights: one reader for each method. Torch-free.
+"""Reads what config.json says about quantised weights. There is one reader for each method. Torch-free.
 
-A reader gives the schemes that weights of the folder may have. Which of them a weight has, if any, its tensors tell
-(`checkpoint.models.quantized`): lists of ignored modules name modules that programs fuse or rename, so they are only compared.
+A reader returns the schemes that weights of the folder may have. Which scheme a weight has is found from its tensors
+(`checkpoint.models.quantized`). The folder's list of modules that are not quantised only serves as a check, because
+some programs fuse or rename these modules.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from meshwright.spec.errors import BadInput, nearest, shorten
 from meshwright.spec.weight_scheme import FLOAT_SCALES, FP8_BLOCK, POWERS, WeightScheme
 
 KEY = "quantization_config"
+"""Key of config.json with the settings."""
 CACHE_SCALES = (
     ".k_scale",
     ".v_scale",
@@ -28,13 +30,16 @@ CACHE_SCALES = (
     ".k_proj.output_scale",
     ".v_proj.output_scale",
 )
-"""Ends of the names of scales of cached keys and values."""
+"""Endings of the names of scales for cached keys and values."""
 _SIMPLE = re.compile(r"[\w.\-\\\[\]+*|()?:^$]*")
+"""Characters that a pattern may have."""
 _UNSAFE = re.compile(r"\)[*+?{]|(?:[*+].*){5}")
-"""Patterns that could take a time that grows steeply with the length of a name: repeated groups, and many repetitions."""
+"""Parts of a pattern that could make a match very slow for long names: repeated groups, and many repetitions."""
 
 LONGEST_PATTERN = 200
+"""Longest pattern that is used."""
 MOST_WILDCARDS = 5
+"""Wildcard entries with this many `*` or more are not used."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +47,19 @@ class Quantization:
     """What a folder says about its quantised weights."""
 
     method: str
+    """Name of the method, for messages."""
     schemes: tuple[WeightScheme, ...]
+    """The schemes that its weights may have."""
     ignored: tuple[str, ...] = ()
-    """Modules that are not quantised: names, wildcards, or patterns after `re:`."""
+    """Modules that are not quantised: names, wildcards, or regular expressions after `re:`."""
     cache_scales: bool = False
     """Whether the folder declares scales of cached keys and values."""
 
     def ignores(self, module: str) -> str | None:
-        """The entry of `ignored` that names this module or one around it; None if there is none.
+        """Return the entry of `ignored` that names this module, or a module that contains it. None if there is none.
 
-        Entries of one word, such as `gate`, and patterns that may take long are not compared.
+        Two kinds of entries are not compared: single words such as `gate`, unless they are the whole name, and patterns
+        that could be slow.
         """
         parts = module.split(".")
         around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
@@ -68,7 +76,7 @@ class Quantization:
 
 
 def _pattern(entry: str) -> re.Pattern[str] | None:
-    """The pattern of an entry after `re:` or with wildcards; None for a name, and for a pattern that may take long."""
+    """Return the regular expression of an entry with `re:` or wildcards. None for a plain name, and for a pattern that could be slow."""
     if entry.startswith("re:"):
         text = entry.removeprefix("re:")
         if not _SIMPLE.fullmatch(text) or _UNSAFE.search(text) or len(text) > LONGEST_PATTERN:
@@ -81,7 +89,10 @@ def _pattern(entry: str) -> re.Pattern[str] | None:
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
-    """What `quantization_config` of a config.json says; None without. Raises BadInput for a method, key or value that is not read."""
+    """Read `quantization_config` of a config.json. None if there is none.
+
+    Raises BadInput for a method, key or value that is not supported.
+    """
     value = config.get(KEY)
     if not value:
         return None
@@ -142,12 +153,13 @@ WITHOUT_EFFECT = frozenset(
         "use_optimized_inference",
     }
 )
-"""Keys about how the folder was made or how other programs compute, which do not change what its numbers mean."""
+"""Keys about how the folder was made, or about how other programs compute. They do not change the meaning of the weights."""
 LISTS = ("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert", "llm_int8_skip_modules")
-"""Keys with modules that are not quantised, in the methods that have one."""
+"""Keys for the modules that are not quantised. Each method uses some of them."""
 
 
 def _ignored(section: HFConfig) -> tuple[str, ...]:
+    """Return the modules that are not quantised, from all keys in LISTS."""
     entries: list[str] = []
     for key in LISTS:
         value = section.get(key)
@@ -160,7 +172,7 @@ def _ignored(section: HFConfig) -> tuple[str, ...]:
 
 
 def _cache_scales(section: HFConfig, *keys: str) -> bool:
-    """Whether a key declares an fp8 cache; other formats of it are refused."""
+    """Return whether one of these keys declares a cache in fp8. Raises BadInput for another format."""
     for key in keys:
         value = section.get(key)
         if isinstance(value, Mapping):
@@ -175,7 +187,7 @@ def _cache_scales(section: HFConfig, *keys: str) -> bool:
 
 
 def _fp8(section: HFConfig) -> Quantization:
-    """DeepSeek's and Qwen's blocks, or a scale for the tensor or for each output (AutoFP8, Mistral)."""
+    """Read FP8: with a scale for each block (DeepSeek, Qwen), or one for the tensor or for each output (AutoFP8, Mistral)."""
     section.expect("fmt", "e4m3")
     section.expect("scale_fmt", "float", "ue8m0")
     section.expect("expert_dtype", "fp8")
@@ -197,11 +209,13 @@ def _fp8(section: HFConfig) -> Quantization:
 
 
 def _tensor_or_output(name: str, **usual: Any) -> list[WeightScheme]:
+    """Return two schemes, as a weight may have one scale, or one scale for each output. `usual` has the other fields."""
     tensor = WeightScheme(name=f"{name} with a scale per tensor", **usual, block=(0, 0))
     return [tensor, replace(tensor, name=f"{name} with a scale per output", block=(1, 0))]
 
 
 def _pair(section: HFConfig, key: str, value: Any) -> tuple[int, int]:
+    """Return a pair of positive integers: rows and columns of a block. Raises BadInput for another value."""
     numbers = value if isinstance(value, list) else []
     valid = [
         number
@@ -214,6 +228,7 @@ def _pair(section: HFConfig, key: str, value: Any) -> tuple[int, int]:
 
 
 def _fbgemm(section: HFConfig) -> Quantization:
+    """Read FP8 of FBGEMM, with a scale for each output."""
     section.get("activation_scale_ub")
     scheme = WeightScheme(
         name="fp8 with a scale per output", element="e4m3", activations="fp8", inputs=(".input_scale_ub",)
@@ -222,7 +237,7 @@ def _fbgemm(section: HFConfig) -> Quantization:
 
 
 def _mxfp4(section: HFConfig) -> Quantization:
-    """gpt-oss: only experts."""
+    """Read MXFP4 as in gpt-oss, which has only its experts in this format."""
     scheme = WeightScheme(
         name="mxfp4",
         element="e2m1",
@@ -236,6 +251,7 @@ def _mxfp4(section: HFConfig) -> Quantization:
 
 
 def _awq(section: HFConfig) -> Quantization:
+    """Read AWQ: 4 bits, with a scale and a zero point for each group of inputs. Eight values of different outputs share a word."""
     section.expect("bits", 4)
     section.expect("w_bit", 4)
     for key in ("version", "format"):
@@ -256,7 +272,7 @@ def _awq(section: HFConfig) -> Quantization:
 
 
 def _group_size(section: HFConfig, *keys: str) -> int:
-    """Inputs of a group; 0 for all."""
+    """Return the number of inputs in one group; 0 means all inputs."""
     key = next((key for key in keys if section.get(key) is not None), keys[0])
     if section.get(key) in (-1, None):
         return 0
@@ -264,6 +280,7 @@ def _group_size(section: HFConfig, *keys: str) -> int:
 
 
 def _gptq(section: HFConfig) -> Quantization:
+    """Read GPTQ: 4 or 8 bits, with a scale and a zero point for each group of inputs. Values of different inputs share a word."""
     section.expect("bits", 4, 8)
     section.expect("is_marlin_format", False)
     form = section.get("checkpoint_format") or section.get("format") or "gptq"
@@ -290,6 +307,7 @@ def _gptq(section: HFConfig) -> Quantization:
 
 
 def _bitsandbytes(section: HFConfig) -> Quantization:
+    """Read bitsandbytes with 4 bits: each value is an index into a table of 16 numbers, times a scale for its block."""
     four = section.flag("load_in_4bit", False) or section.flag("_load_in_4bit", False)
     if not four or section.flag("load_in_8bit", False) or section.flag("_load_in_8bit", False):
         raise section.error("load_in_4bit", four, "true: 8-bit folders of bitsandbytes are not read")
@@ -302,6 +320,7 @@ def _bitsandbytes(section: HFConfig) -> Quantization:
 
 
 def _modelopt(section: HFConfig) -> Quantization:
+    """Read ModelOpt: FP8, or NVFP4 with an FP8 scale for each 16 inputs and one factor for the tensor."""
     algorithm = section.get("quant_algo")
     kinds: dict[Any, Callable[[], list[WeightScheme]]] = {
         "FP8": lambda: _tensor_or_output("fp8", element="e4m3", inputs=(".input_scale",), activations="fp8"),
@@ -327,6 +346,7 @@ def _modelopt(section: HFConfig) -> Quantization:
 
 
 def _compressed(section: HFConfig) -> Quantization:
+    """Read compressed-tensors, which has groups of modules, each with a scheme of its own."""
     groups = section.get("config_groups")
     form = section.get("format")
     if not isinstance(groups, Mapping) or not groups:
@@ -352,6 +372,7 @@ def _compressed(section: HFConfig) -> Quantization:
 
 
 def _compressed_group(group: HFConfig, form: Any) -> WeightScheme:
+    """Return the scheme of one group of compressed-tensors. `form` is the group's format."""
     for key in ("targets", "output_activations"):
         group.get(key)
     if group.get("output_activations"):
@@ -393,6 +414,7 @@ def _compressed_group(group: HFConfig, form: Any) -> WeightScheme:
 
 
 def _compressed_block(args: HFConfig, strategy: Any) -> tuple[int, int]:
+    """Return (outputs, inputs) that share a scale. 0 means all of them."""
     whole = {"tensor": (0, 0), "channel": (1, 0)}
     args.get("group_size")
     structure = args.get("block_structure")
@@ -406,7 +428,7 @@ def _compressed_block(args: HFConfig, strategy: Any) -> tuple[int, int]:
 
 
 def _activations(group: HFConfig) -> WeightFormat | None:
-    """The 8-bit format of activations, if they have one with symmetric rounding."""
+    """Return the 8-bit format of activations. None if they have none, or if their rounding is not symmetric."""
     activations = group.get("input_activations")
     if activations is None:
         return None
@@ -419,10 +441,11 @@ def _activations(group: HFConfig) -> WeightFormat | None:
 
 
 Made = tuple[set[tuple[str, int]], WeightScheme]
-"""Types and bits that a format may have, and the scheme."""
+"""What a format of compressed-tensors allows: pairs of (type, bits), and the scheme of its weights."""
 
 
 def _floats(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    """Return the scheme of FP8."""
     name = {(0, 0): "fp8 with a scale per tensor", (1, 0): "fp8 with a scale per output"}.get(
         shared["block"], "fp8 in blocks"
     )
@@ -430,15 +453,18 @@ def _floats(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) ->
 
 
 def _integers(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    """Return the scheme of INT8, one value per byte."""
     zeros = None if symmetric else ".weight_zero_point"
     return {("int", 8)}, WeightScheme(name="int8", element="int8", zeros=zeros, **shared)
 
 
 def _naive(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    """Return the scheme of FP8 or INT8, by the type."""
     return (_floats if kind == "float" else _integers)(kind, bits, symmetric, shared)
 
 
 def _packed(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    """Return the scheme of INT4 or INT8 with several values in a 32-bit word."""
     return {("int", 4), ("int", 8)}, WeightScheme(
         name=f"int{bits} in groups of {shared['block'][1]}" if shared["block"][1] else f"int{bits}, packed",
         element="int4" if bits == 4 else "int8",
@@ -452,6 +478,7 @@ def _packed(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) ->
 
 
 def _nvfp4(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    """Return the scheme of NVFP4. Unlike in ModelOpt, the factor of the tensor divides the scales."""
     return {("float", 4)}, WeightScheme(
         name="nvfp4",
         element="e2m1",
@@ -465,12 +492,14 @@ def _nvfp4(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> 
 
 
 def _mxfp4_packed(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    """Return the scheme of MXFP4, two values in a byte."""
     return {("float", 4)}, WeightScheme(
         name="mxfp4", element="e2m1", packing="bytes", values=".weight_packed", scale_dtypes=POWERS, **shared
     )
 
 
 def _mxfp8(kind: str, bits: int, symmetric: bool, shared: Mapping[str, Any]) -> Made:
+    """Return the scheme of MXFP8."""
     return {("float", 8)}, WeightScheme(name="mxfp8", element="e4m3", scale_dtypes=POWERS, **shared)
 
 
@@ -483,7 +512,7 @@ COMPRESSED: dict[str, Callable[[str, int, bool, Mapping[str, Any]], Made]] = {
     "mxfp4-pack-quantized": _mxfp4_packed,
     "mxfp8-quantized": _mxfp8,
 }
-"""Formats of compressed-tensors."""
+"""Formats of compressed-tensors. A function receives type, bits, symmetry, and the fields that all schemes share."""
 METHODS: dict[str, Callable[[HFConfig], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
@@ -494,4 +523,4 @@ METHODS: dict[str, Callable[[HFConfig], Quantization]] = {
     "bitsandbytes": _bitsandbytes,
     "modelopt": _modelopt,
 }
-"""Values of `quant_method` that are read."""
+"""The reader for each value of `quant_method`."""

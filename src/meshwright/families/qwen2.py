@@ -1,6 +1,8 @@
-"""Qwen2 and Qwen2.5 dense (Yang et al. 2024, arXiv 2407.10671 and 2412.15115): Llama with biases of queries, keys and values.
+"""Qwen2 and Qwen2.5, dense (Yang et al.
 
-The presets are base models. They were trained on sequences of 4,096 tokens before the context was extended.
+2024, arXiv 2407.10671 and 2412.15115): Llama with biases of queries, keys and values.
+
+The presets are base models. They were trained on sequences of 4,096 tokens before their context was extended.
 """
 
 from __future__ import annotations

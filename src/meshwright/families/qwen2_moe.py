@@ -1,4 +1,7 @@
-"""Qwen2-MoE and Qwen1.5-MoE (Yang et al. 2024): Qwen2 with experts, and a shared expert times a gate of the token."""
+"""Qwen2-MoE and Qwen1.5-MoE (Yang et al.
+
+2024): Qwen2 with experts, and with a shared expert whose output a gate scales for each token.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _EXPERTS = experts.keys(
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
-    config.read.add("head_dim")  # the class has no such key
+    config.read.add("head_dim")  # The class has no key `head_dim`.
     fields = decoder.read(config.without("head_dim"))
     dense = experts.read_dense_layers(config, fields["layers"])
     return {

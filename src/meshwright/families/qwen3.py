@@ -1,4 +1,4 @@
-"""Qwen3 dense (Yang et al. 2025): Llama with a norm on each query and key head, no biases."""
+"""Qwen3, dense (Yang et al. 2025): Llama with a norm of each query head and key head, and without biases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RELEASED = {
     "rope_theta": 1000000.0,
     "norm_eps": 1e-6,
 }
-"""What all released models share, with experts too."""
+"""Fields that all released models have in common, also those with experts."""
 PRESETS = presets(
     {
         "qwen3-0.6b": size(28, 1024, 16, 8, 3072, 6e-4, tied=True),

@@ -1,6 +1,7 @@
 """Qwen3-MoE (Yang et al. 2025): Qwen3 with MoE feed-forward networks.
 
-The first layers may be dense. A sliding window applies to all layers; unlike Qwen3's, its config has no list of layer types.
+The first layers may be dense. A sliding window applies to all layers. Unlike Qwen3, its config.json has no list of
+layer types.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""SmolLM3 (Bakouch et al. 2025): Llama in which every fourth layer rotates neither queries nor keys.
+"""SmolLM3 (Bakouch et al. 2025): Llama in which every fourth layer does not rotate queries and keys.
 
-The preset is the base model; its learning rate and first length are those of the published recipe.
+The preset is the base model. Its learning rate and sequence length are those of the published recipe.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The text part of a folder whose model also reads images or sound: its config.json, and the names of its tensors.
+"""Finds the text part of a folder whose model also reads images or sound: its keys in config.json, and the names of its tensors.
 
-Such a folder's `architectures` name a `…ForConditionalGeneration` class. Its config.json has the text model's in `text_config`, or
-between its own keys (Qwen2-VL). The other tensors belong to towers and projectors, which this program does not compute.
+`architectures` of such a folder names a class `…ForConditionalGeneration`. The keys of the text model are in the
+section `text_config`, or among the other keys (Qwen2-VL). The other tensors belong to encoders of images or sound and
+to projections, which this program does not compute.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from meshwright.families.keys.experts import STACKED_MODULES
 from meshwright.spec.errors import BadInput, shorten
 
 CLASS = "ForConditionalGeneration"
-"""How the names of these classes end."""
+"""Ending of the names of these classes."""
 SAME_AS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -24,13 +25,16 @@ SAME_AS = {
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
 }
-"""Types of text parts that differ from a family only in the positions of images, and the family."""
+"""Types of text parts that equal a family for text, and the family. They differ only in the positions of images."""
 ALWAYS: dict[str, dict[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-"""Keys of these types that their classes do not read, as they always do what the family does with these values."""
+"""Keys with fixed values for some types.
+
+Their classes do not read these keys and always behave as the family does with these values.
+"""
 WITHOUT_HEAD_DIM = ("glm4v_text",)
-"""Types of text parts whose classes share the width among the heads, whatever `head_dim` says."""
+"""Types of text parts whose classes ignore `head_dim` and use hidden / heads."""
 FLAT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
-"""Types whose released config.json has the keys of the text model beside those of the images, and the text model's family."""
+"""Types whose released config.json mixes the keys of the text model with those of images, and the family of the text model."""
 IMAGE_KEYS = frozenset(
     {
         "vision_config",
@@ -41,56 +45,61 @@ IMAGE_KEYS = frozenset(
         "vision_end_token_id",
     }
 )
-"""Keys beside those of the text model in a config.json of `FLAT`."""
+"""Keys about images in a config.json of a type in `FLAT`."""
 TOWERS = "towers"
-"""Folder beside a run's tokenizer with what its initial folder has beside the text model."""
+"""Folder next to a run's tokenizer. It has those parts of the run's initial folder that are not the text model."""
 SHARED = ("tie_word_embeddings", "quantization_config")
-"""Keys that count for the text part when the whole model's part of config.json has them."""
+"""Keys that apply to the text part even if they are outside of `text_config`."""
 
 
 @dataclass(frozen=True)
 class Nesting:
-    """Where the tensors of a text model are in such a folder: prefixes in place of the family's own."""
+    """Where a folder has the tensors of its text model: the prefixes that replace those of the family."""
 
     base: str
-    """Of all weights but the head."""
+    """Prefix of all weights except the head's."""
     head: str
-    """Of the head."""
+    """Prefix of the head's weight."""
     experts: Literal["single", "in_out", "out_in"] = "single"
-    """How the folder has the weights of a layer's experts: as folders of the text model, or stacked (Qwen3-VL-MoE) as `(experts, in, out)`,
-    as released, or `(experts, out, in)`, as transformers 5 writes them."""
+    """How the folder stores the experts of a layer.
+
+    - `single`: as folders of the text model do.
+    - `in_out`: stacked as `(experts, in, out)`, as in released folders of Qwen3-VL-MoE.
+    - `out_in`: stacked as `(experts, out, in)`, as transformers 5 writes them.
+    """
 
     def layout(self, family: Family) -> Family:
-        """The family with the names and shapes that the folder has for its text model, but for prefixes."""
+        """Return the family with the names and shapes that this folder has for the text model, except for the prefixes."""
         if self.experts == "single":
             return family
         transposed = frozenset(STACKED_MODULES if self.experts == "in_out" else ())
         return replace(family, modules={**family.modules, **STACKED_MODULES}, transposed=family.transposed | transposed)
 
     def name(self, family: Family, name: str) -> str:
-        """The name in the folder of a tensor that has `name` in a folder of the text model alone."""
+        """Return the name in this folder of the tensor that is called `name` in a folder of the text model alone."""
         if name.startswith(family.base):
             return self.base + name.removeprefix(family.base)
         return self.head + name
 
     def contains(self, family: Family, name: str) -> bool:
-        """Whether a tensor of the folder belongs to the text model."""
+        """Return whether the tensor `name` of this folder belongs to the text model."""
         return name.startswith((self.base, f"{self.head}{family.ends['head']}."))
 
 
 BASES = (
-    "language_model.model.",  # of released folders
-    "model.language_model.",  # of transformers since 4.52
+    "language_model.model.",  # In released folders.
+    "model.language_model.",  # Written by transformers since 4.52.
     "model.text_model.",  # Idefics3, SmolVLM
     "model.",  # Qwen2-VL
 )
 HEADS = ("", "language_model.")
+"""Prefixes that the head may have."""
 
 
 def text_config(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str] | None:
-    """The config.json of the text part alone, and its name in messages; None for a folder of a text model.
+    """Return the config.json of the text part alone, and its name in messages. None for a folder of a text model.
 
-    Raises BadInput for a class of such a name without a text model.
+    Raises BadInput if `architectures` does not name one class with the ending `CLASS`.
     """
     model_type = config.get("model_type")
     part = config.get("text_config")
@@ -113,12 +122,12 @@ def text_config(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], 
     if architectures and not (len(architectures) == 1 and str(architectures[0]).endswith(CLASS)):
         expected = f"one class that ends in {CLASS}, which a folder with a text part has"
         raise BadInput(f"{where}: architectures: expected {expected}, got {shorten(repr(architectures))}")
-    text.pop("architectures", None)  # `model_type` says the same
+    text.pop("architectures", None)  # `model_type` says the same.
     return _without_image_positions(text), f"{where}: {inside}".removesuffix(": ")
 
 
 def _without_image_positions(text: dict[str, Any]) -> dict[str, Any]:
-    """The keys without the shares of a head that turn by time, row and column: these are equal for text."""
+    """Remove the keys that divide each head's rotated dimensions among time, row and column. For text all three positions are equal."""
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := text.get(key), Mapping) and "mrope_section" in rope:
             kept = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
@@ -127,7 +136,11 @@ def _without_image_positions(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def nesting(family: Family, names: Collection[str], where: str, shape: Callable[[str], tuple[int, ...]]) -> Nesting:
-    """Where the tensors of the text part are, among the names of a folder; `shape` gives one's. Raises BadInput if they are nowhere."""
+    """Find where the tensors of the text part are. Raises BadInput if there are none.
+
+    `names` are the names of all tensors in the folder. `shape` returns the shape of one of them. `where` is the folder
+    in messages.
+    """
     bases = {Nesting(base, "").name(family, f"{family.ends['embed']}.weight"): base for base in BASES}
     base = next((base for name, base in bases.items() if name in names), None)
     if base is None:
@@ -139,12 +152,13 @@ def nesting(family: Family, names: Collection[str], where: str, shape: Callable[
 def _experts(
     family: Family, base: str, names: Collection[str], shape: Callable[[str], tuple[int, ...]]
 ) -> Literal["single", "in_out", "out_in"]:
-    """The form of the experts' weights, from the shapes of two tensors of one layer."""
+    """Return how the experts are stored, found from the shapes of two tensors of one layer."""
     up_name, down_name = (name for names in STACKED_MODULES.values() for name in names)
     found = next((name for name in names if name.startswith(base) and name.endswith(f".{down_name}")), None)
     if found is None or STACKED_MODULES.items() <= family.modules.items():
         return "single"
-    # (experts, hidden, 2 · width) and (experts, width, hidden), or (experts, 2 · width, hidden) and (experts, hidden, width).
+    # `in_out`: up (experts, hidden, 2 · width), down (experts, width, hidden). `out_in`: up (experts, 2 · width,
+    # hidden), down (experts, hidden, width).
     up = shape(found.removesuffix(down_name) + up_name)
     down = shape(found)
     return "in_out" if up[1:2] == down[2:] else "out_in"

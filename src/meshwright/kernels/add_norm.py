@@ -1,6 +1,7 @@
-"""Sum of a residual stream and a branch's output, and the RMSNorm of that sum, in one kernel for inference on CUDA.
+"""Adds a branch's output to the residual stream and computes the RMSNorm of the sum, in one kernel for inference on CUDA.
 
-At one token the two operators of torch are mostly launch and memory latency, and the second reads what the first has written.
+With one token, torch's two operators take mostly launch and memory latency, and the second operator reads what the first
+one has just written.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ from torch import Tensor
 from meshwright.kernels.norm import KERNEL_WIDTHS, rms_norm
 
 MAX_WIDTH = KERNEL_WIDTHS[-1]
-"""Widest token that one program holds in registers."""
+"""Largest width of a token that one program holds in registers."""
 
 
 def add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, plain: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return `x + delta` and its RMSNorm over the last dimension, both shaped like x `(…, width)`; `plus_one` as in `rms_norm`.
+    """Return `x + delta` and its RMSNorm over the last dimension, both shaped like x `(…, width)`.
 
-    The norm is that of the sum rounded to the dtype of x, as with separate operators. These compute with `plain`, on other devices than
-    CUDA, with gradients, beyond MAX_WIDTH, and for fp64 or unequal dtypes; otherwise a Triton kernel does.
+    The sum is rounded to the dtype of x before the norm, as with separate operators. `weight` is `(width,)`; `eps` and
+    `plus_one` are those of `norm.rms_norm`.
+
+    A Triton kernel runs on CUDA. The separate operators run with `plain`, on other devices, with gradients, for widths
+    above MAX_WIDTH, in fp64, and if the dtypes or shapes differ.
     """
     if not plain and _runs_kernel(x, delta, weight):
         from meshwright.kernels.add_norm_triton import fused_add_rms_norm
@@ -40,10 +44,11 @@ def add_copies_rms_norm(
     plus_one: bool = False,
     plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` of x `(1, tokens, width)` and the output of an MoE layer, whose summands are given.
+    """Return x plus the output of an MoE layer, and the RMSNorm of this sum; both `(1, tokens, width)` like x.
 
-    `copies` `(tokens, copies, width)` are the experts' outputs of each token, `shared` `(1, tokens, width)` that of the shared expert, if
-    there is one. Each sum is rounded to the dtype of x, as with separate operators.
+    The output of the MoE layer is given by its summands: `copies` `(tokens, top_k, width)` are the outputs of each token's
+    experts, and `shared` `(1, tokens, width)` is the output of the shared expert, if there is one. Each sum is rounded to
+    the dtype of x, as with separate operators. The other arguments are those of `add_rms_norm`.
     """
     if not plain and copies.dtype == x.dtype and _runs_kernel(x, x if shared is None else shared, weight):
         from meshwright.kernels.add_norm_triton import fused_add_copies_rms_norm
@@ -55,6 +60,7 @@ def add_copies_rms_norm(
 
 
 def _runs_kernel(x: Tensor, delta: Tensor, weight: Tensor) -> bool:
+    """Return whether the Triton kernel can compute `add_rms_norm` of these tensors."""
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, delta, weight))
     equal_dtypes = x.dtype == delta.dtype == weight.dtype and x.element_size() <= 4
     return x.is_cuda and equal_dtypes and x.shape == delta.shape and x.shape[-1] <= MAX_WIDTH and not differentiated

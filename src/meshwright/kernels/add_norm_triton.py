@@ -1,4 +1,7 @@
-"""The Triton kernels of `add_rms_norm` and `rms_norm`; imported only with a CUDA device, as CPU builds of torch lack Triton."""
+"""The Triton kernels of `add_rms_norm` and `rms_norm`.
+
+Import them only with a CUDA device, because CPU builds of torch lack Triton.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,26 @@ from torch import Tensor
 from meshwright.kernels.dependent_launch_triton import await_previous, options
 
 ELEMENTS_PER_THREAD = 8
-"""16 bytes of bf16: one vector load of each input, up to the widest block of 32 warps."""
+"""Numbers of a token per thread: 16 bytes of bf16, which is one vector load of each input. A block has at most 32 warps."""
 
 
 def fused_add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The sum and its norm; see `add_norm.add_rms_norm`. One program computes one token."""
+    """Return the sum and its norm; see `add_norm.add_rms_norm`. One program computes one token."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
     return total, _normed(x, delta.contiguous(), total, weight, eps, plus_one)
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:
-    """The norm alone; see `norm.rms_norm`. One program computes one row."""
+    """Return the norm of x; see `norm.rms_norm`. One program computes one row."""
     return _normed(x, None, None, weight, eps, plus_one)
 
 
 def _normed(
     x: Tensor, delta: Tensor | None, total: Tensor | None, weight: Tensor, eps: float, plus_one: bool
 ) -> Tensor:
-    """The norm of `x + delta`, which is written to `total`, or of x without a delta."""
+    """Return the norm of `x + delta`, and write the sum to `total`. Without `delta`, return the norm of x."""
     x = x.contiguous()
     width = x.shape[-1]
     normed = torch.empty_like(x)
@@ -55,7 +58,10 @@ def _normed(
 def fused_add_copies_rms_norm(
     x: Tensor, copies: Tensor, shared: Tensor | None, weight: Tensor, eps: float, *, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The sum with the copies' outputs and its norm; see `add_norm.add_copies_rms_norm`. One program computes one token."""
+    """Return the sum of x and the experts' outputs, and its norm. One program computes one token.
+
+    See `add_norm.add_copies_rms_norm` for the arguments.
+    """
     x = x.contiguous()
     width = x.shape[-1]
     total = torch.empty_like(x)
@@ -83,7 +89,7 @@ def fused_add_copies_rms_norm(
 
 @triton.jit
 def norm_factor(weight, column, inside, PLUS_ONE: tl.constexpr) -> tl.tensor:
-    """The factors of a norm's columns in fp32: its weights, or 1 + its weights."""
+    """Return the factors of a norm's columns `(BLOCK,)` in fp32: the weights, or 1 + the weights with PLUS_ONE."""
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     return 1.0 + factor if PLUS_ONE else factor
 
@@ -102,7 +108,10 @@ def add_copies(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The sum of a token's numbers of x, its copies' and the shared expert's, if there is one; each sum is rounded to `dtype`."""
+    """Return one token of x plus its experts' outputs plus the shared expert's output (or None), `(BLOCK,)`.
+
+    Each of the three sums is rounded to `dtype`: the experts' outputs, then the shared expert's added, then x added.
+    """
     sums = tl.zeros((BLOCK,), tl.float32)
     for copy in tl.static_range(COPIES):
         sums += tl.load(copies + (token * COPIES + copy) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
@@ -127,6 +136,7 @@ def _add_copies_rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Compute the sum and the norm of one token; see `fused_add_copies_rms_norm`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -154,6 +164,7 @@ def _add_rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Compute the sum (if there is a delta) and the norm of one token; see `_normed`."""
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     offset = tl.program_id(0).to(tl.int64) * WIDTH + column

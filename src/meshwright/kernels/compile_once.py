@@ -1,4 +1,4 @@
-"""One compiled function for each plain one."""
+"""Compiles each function once per process."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ import torch
 
 @cache
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` compiled by torch; repeated calls return the same compiled function."""
+    """Return `function` compiled by torch. Repeated calls with the same function return the same compiled function."""
     return torch.compile(function, dynamic=False)

@@ -1,12 +1,18 @@
-"""Matmuls with weights, in 8 to 32 bits, whose result for a token does not depend on the other tokens.
+"""Matmuls with weights of 8 to 32 bits, whose result for a token does not depend on the other tokens of the batch.
 
-Libraries select a kernel by the number of tokens, and different kernels add in different orders. Here the order follows from the weight's
-shape and dtype only. The inner dimension is divided into `inner_splits` parts. Each part is summed tile by tile, and then the parts are
-added in ascending order. With many tokens one program computes all parts of a tile of the result. With few tokens each part has a program,
-so that all multiprocessors read the weight, and the program that ends last adds the parts. Both give the same bits.
+Libraries select a kernel by the number of tokens, and different kernels add in different orders. Here the order of
+additions follows from the weight's shape and dtype only:
 
-With few tokens the time is that of reading the weight. A kernel that divides the inner dimension is then faster, so it is also used where
-results may depend on the other tokens: for fp8 (`fp8_linear`) and for bf16 (`few_linear`).
+1. The inner dimension is divided into `inner_splits` parts.
+2. Each part is summed tile by tile.
+3. The parts are added in ascending order.
+
+With many tokens one program computes all parts of a tile of the result. With few tokens each part has its own program,
+so that all multiprocessors read the weight; the program that ends last adds the parts. Both give the same bits.
+
+With few tokens the time is the time of reading the weight, and a kernel that divides the inner dimension is faster than
+the library. So this kernel is also used where results may depend on the other tokens: for fp8 (`fp8_linear`) and for
+bf16 (`few_linear`).
 """
 
 from __future__ import annotations
@@ -21,37 +27,43 @@ from meshwright.kernels.fp8_matmuls import Fp8Matrix
 TILE_BYTES = 128
 """Bytes of a row of a tile: a cache line, and the width of the tensor cores' tiles in shared memory."""
 TILE_COLUMNS = 64
-"""Outputs of a tile: the least of Hopper's tensor cores."""
+"""Outputs of a tile: the fewest that Hopper's tensor cores compute."""
 PROGRAMS = 128
-"""Number of programs for which parts are chosen: about one on each multiprocessor of an H200. Each keeps eight tiles in flight."""
+"""Number of programs that `inner_splits` aims at: about one per multiprocessor of an H200. Each keeps eight tiles in flight."""
 MIN_TILES = 4
-"""Fewest tiles of a part."""
+"""A part of the inner dimension has at least this many tiles."""
 MAX_SPLITS = 16
-"""Most parts of an inner dimension."""
+"""The inner dimension is divided into at most this many parts."""
 FEW_TOKENS = 64
-"""Most tokens for which `fp8_linear` takes this kernel."""
+"""`fp8_linear` uses this kernel for at most this many tokens (unless `invariant`)."""
 FEW_ROWS = 16
-"""Most tokens for which `few_linear` is faster than torch's matmul, on an H200.
+"""`few_linear` is used for at most this many tokens: there it is faster than torch's matmul on an H200.
 
-With weights of 17 to 50 MB it takes 7 to 14 µs instead of 8 to 16: it reads the weight while the kernel before ends (docs/log.md).
+With weights of 17 to 50 MB it takes 7 to 14 µs, and torch's matmul 8 to 16 µs. It reads the weight while the previous kernel
+ends (docs/log.md).
 """
 FEW_BYTES = 1 << 26
-"""Most bytes of a weight for which it is faster."""
+"""`few_linear` is used for weights of at most this many bytes; with larger ones it is not faster."""
 LONE_ROWS = 4
-"""Up to so many tokens the parts of the inner dimension are so short that all multiprocessors read the weight."""
+"""With more tokens than this, `few_linear` divides the inner dimension into half as many parts."""
 
 
 def inner_splits(columns: int, inner: int, itemsize: int) -> int:
-    """Parts of the inner dimension for a weight `(columns, inner)` of numbers of `itemsize` bytes: a power of two."""
+    """Return into how many parts the inner dimension of a weight `(columns, inner)` is divided: a power of two.
+
+    A number of the weight has `itemsize` bytes. Example: a bf16 weight `(4096, 4096)` has 64 column tiles and 64 inner
+    tiles, so 128 // 64 = 2 parts.
+    """
     tiles = -(-inner * itemsize // TILE_BYTES)
     most = min(PROGRAMS // max(1, -(-columns // TILE_COLUMNS)), tiles // MIN_TILES, MAX_SPLITS)
     return 1 << (max(most, 1).bit_length() - 1)
 
 
 def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · weightᵀ + bias `(…, out)` of x `(…, in)`; the bits of a token's result do not depend on the other tokens.
+    """Return x · weightᵀ + bias `(…, out)` of x `(…, in)` and weight `(out, in)`, in the weight's dtype.
 
-    That holds on CUDA; on other devices torch's linear layer runs.
+    On CUDA the bits of a token's result do not depend on the other tokens. On other devices, and in fp64, torch's linear
+    layer runs.
     """
     if not x.is_cuda or x.dtype == torch.float64:
         return F.linear(x, weight, bias)
@@ -62,7 +74,7 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def is_few(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_linear` can compute x `(…, in)`: few tokens, no gradients, and a GPU with dependent launch."""
+    """Return whether `few_linear` can compute x `(…, in)`: few tokens, no gradients, and a GPU with dependent launch."""
     if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     from meshwright.kernels.dependent_launch_triton import is_supported
@@ -73,7 +85,10 @@ def is_few(x: Tensor, weight: Tensor) -> bool:
 
 
 def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · weightᵀ + bias `(…, out)` of x `(…, in)` where `is_few`; the order of additions depends on the number of tokens."""
+    """Return x · weightᵀ + bias `(…, out)` of x `(…, in)`; only where `is_few`.
+
+    The order of additions depends on the number of tokens.
+    """
     from meshwright.kernels.fixed_matmul_triton import tiled_matmul
 
     rows = x.flatten(0, -2).contiguous()
@@ -86,9 +101,9 @@ def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def fp8_linear(
     x: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype, *, invariant: bool = False
 ) -> Tensor:
-    """x · weightᵀ + bias `(…, out)` in `dtype` of fp8 matrices: x `(…, in)` and weight `(out, in)`, each with a scale per row.
+    """Return x · weightᵀ + bias `(…, out)` in `dtype` for fp8 matrices x `(…, in)` and weight `(out, in)`.
 
-    With `invariant` the bits of a token's result do not depend on the other tokens, on CUDA.
+    Both have a scale per row. With `invariant` the bits of a token's result do not depend on the other tokens (on CUDA).
     """
     shape = (*x.values.shape[:-1], weight.values.shape[0])
     rows = Fp8Matrix(x.values.flatten(0, -2), x.scale.flatten(0, -2))

@@ -1,7 +1,13 @@
-"""The Triton kernel of `fixed_matmul`; imported only with a CUDA device, as CPU builds of torch lack Triton.
+"""The Triton kernel of `fixed_matmul`. Import it only with a CUDA device, because CPU builds of torch lack Triton.
 
-The weight's rows are the first operand of the tensor cores and the tokens the second, because the first needs at least 64 rows and the
-second only 16. Sizes: COLUMNS outputs and TOKENS tokens of a tile, INNER numbers of a token that are added in a step.
+A program computes tiles of the result. The constants of the kernel are:
+
+    COLUMNS   outputs (rows of the weight) in a tile
+    TOKENS    tokens in a tile
+    INNER     inputs of each token that one step multiplies and adds
+
+In the tensor-core instruction the rows of the weight are the first operand and the tokens are the second. The first
+operand needs at least 64 rows, the second only 16, and a decode has few tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +31,20 @@ from meshwright.kernels.fixed_matmul import TILE_BYTES, inner_splits
 from meshwright.spec.weight_scheme import FP8_BLOCK
 
 GROUP = 8
-"""Tiles of tokens that are computed one after another with the same weights, while these weights are in the L2 cache."""
+"""Number of token tiles that are computed one after another with the same weights.
+
+The weights of the group stay in the L2 cache meanwhile.
+"""
 AHEAD = 4
-"""Tiles of the inner dimension whose weights a program brings into the L2 cache while the kernel before ends."""
+"""Number of inner tiles whose weights a program loads into the L2 cache before it waits for the previous kernel."""
 
 
 class Tile(NamedTuple):
-    """Outputs and tokens of a tile, warps of a program, stages of the software pipeline."""
+    """The size of a tile and how a program computes it.
+
+    `columns` and `tokens` are the outputs and tokens of a tile, `warps` the warps of a program, and `stages` the stages of
+    Triton's software pipeline.
+    """
 
     columns: int
     tokens: int
@@ -40,7 +53,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(tokens: int, itemsize: int) -> Tile:
-    """The tile for a number of tokens of numbers of `itemsize` bytes; its size does not change the results."""
+    """Return the tile for `tokens` tokens whose numbers have `itemsize` bytes. The choice does not change the results."""
     if itemsize > 2:  # fp32 has no tensor cores, and a larger tile would not fit the registers
         return Tile(64, 16 if tokens <= 16 else 32, warps=4, stages=3)
     if tokens <= 32:
@@ -51,7 +64,10 @@ def tile_of(tokens: int, itemsize: int) -> Tile:
 
 
 def block_tile_of(tokens: int) -> Tile:
-    """As `tile_of`, for weights with a scale for each block; its outputs are within one block."""
+    """Return the tile for weights with a scale per block, for `tokens` tokens.
+
+    Its outputs lie within one block of 128, so that the tile has one scale of the weight per 128 inputs.
+    """
     return Tile(64, 128, warps=4, stages=4) if tokens > 64 else tile_of(tokens, 1)
 
 
@@ -65,10 +81,10 @@ def block_matmul(
     splits: int | None = None,
     across: bool | None = None,
 ) -> Tensor:
-    """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, plus the bias; other arguments as of `tiled_matmul`.
+    """Return x `(tokens, in)` · weight `(out, in)`ᵀ + bias, `(tokens, out)` in `dtype`, for fp8 values with block scales.
 
-    A tile has 128 inputs: its matmuls are multiplied by the scales of their block and of each token before they are
-    added.
+    An inner tile has 128 inputs. The dot product of 128 inputs is multiplied by the scale of the weight's block and by the
+    scale of the token before it is added to the result. `tile`, `splits` and `across` are those of `tiled_matmul`.
     """
     tile = tile or block_tile_of(len(x.values))
     assert TILE_BYTES == FP8_BLOCK and FP8_BLOCK % tile.columns == 0, "a tile has one scale of the weight"
@@ -100,11 +116,18 @@ def tiled_matmul(
     blocks: bool = False,
     ahead: int | None = None,
 ) -> Tensor:
-    """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, times the scales, plus the bias, if given; int8 is summed in int32.
+    """Return x `(tokens, in)` · weight `(out, in)`ᵀ, times the scales, plus the bias: `(tokens, out)` in `dtype`.
 
-    The scales are `(tokens, 1)` and `(out, 1)`; with `blocks` those of `Fp8Groups` and `Fp8Blocks`. All tensors are contiguous.
-    `across` says whether each part of the inner dimension has a program of its own; None decides by the number of tokens. Not for several
-    streams at a time: parts count their arrivals in one buffer of the device.
+    All tensors are contiguous. int8 values are summed in int32, all other values in fp32.
+
+    `x_scale`, `weight_scale`: fp32 `(tokens, 1)` and `(out, 1)`, or None. With `blocks` they are the scales of `Fp8Groups`
+        and `Fp8Blocks` instead.
+    `bias`: `(out,)`, or None.
+    `tile`: the tile's size; None takes `tile_of`.
+    `splits`: the number of parts into which the inner dimension is divided; None takes `inner_splits`.
+    `across`: whether every part has a program of its own. None: only with at most 256 tokens. Such programs count their
+        arrivals in one buffer of the device, so two streams must not run this kernel at the same time.
+    `ahead`: inner tiles of weights to prefetch; None takes AHEAD.
     """
     tokens, inner = x.shape
     columns = weight.shape[0]
@@ -117,6 +140,7 @@ def tiled_matmul(
     if across is None:
         across = tokens <= 256
     across = across and splits > 1 and tiles <= MOST_ARRIVALS
+    # Placeholder: without `across` the kernel does not use `partial`.
     partial = out
     integer = x.dtype == torch.int8
     if across:
@@ -136,13 +160,13 @@ def tiled_matmul(
         columns,
         inner,
         splits,
-        x_scale.shape[1] // ROW_MULTIPLE if blocks and x_scale is not None else 0,
-        weight_scale.shape[1] if blocks and weight_scale is not None else 0,
+        x_scale.shape[1] // ROW_MULTIPLE if blocks and x_scale is not None else 0,  # x_quads
+        weight_scale.shape[1] if blocks and weight_scale is not None else 0,  # groups
         COLUMNS=tile.columns,
         TOKENS=tile.tokens,
         INNER=inner_tile,
         EVEN=inner % inner_tile == 0,
-        IMPRECISE=inner_tile if x.element_size() == 1 and not integer else 0,
+        IMPRECISE=inner_tile if x.element_size() == 1 and not integer else 0,  # fp8: reduced precision within a tile
         SUM=tl.int32 if integer else tl.float32,
         ACROSS=across,
         SCALED=x_scale is not None and not blocks,
@@ -172,8 +196,11 @@ def sum_tiles(
     IMPRECISE: tl.constexpr,
     SUM: tl.constexpr,
 ) -> tl.tensor:
-    """Matmuls `(COLUMNS, TOKENS)` in SUM of the tiles `begin` to end - 1; x and weight point to the rows of the
-    operands."""
+    """Return the dot products `(COLUMNS, TOKENS)` in the dtype SUM over the inner tiles `begin` to end - 1.
+
+    `weight` `(COLUMNS,)` and `x` `(TOKENS,)` are pointers to the first number of each row of the operands. `token_used`
+    `(TOKENS,)` is false for tokens after the last one. `inner` is the number of inputs; EVEN says that INNER divides it.
+    """
     sums = tl.zeros([COLUMNS, TOKENS], SUM)
     for tile in range(begin, end):
         inputs, weights = load_tiles(x, weight, tile, token_used, inner, INNER, EVEN)
@@ -187,7 +214,7 @@ def sum_tiles(
 def load_tiles(
     x, weight, tile, token_used, inner, INNER: tl.constexpr, EVEN: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Numbers `(TOKENS, INNER)` of the tokens and `(COLUMNS, INNER)` of the weight in a tile."""
+    """Return the inputs `(TOKENS, INNER)` and the weights `(COLUMNS, INNER)` of one inner tile; see `sum_tiles`."""
     index = tile * INNER + tl.arange(0, INNER)
     if EVEN:
         inputs = tl.load(x[:, None] + index[None, :], mask=token_used[:, None], other=0.0)
@@ -215,10 +242,11 @@ def sum_blocks(
     INNER: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """As `sum_tiles` in fp32, with the matmuls of each tile multiplied by its scales.
+    """Return the same as `sum_tiles`, in fp32, with the dot product of each inner tile multiplied by its two scales.
 
-    `x_scale` points to the first scale of each token; the scale of the next tile is 4 · `x_quads` numbers further. `weight_scale` points to
-    the first scale of the columns. The scales of a tile are loaded one tile ahead, so that nothing waits for them.
+    `x_scale` points to each token's scale of the first tile. The scale of the next tile is 4 · `x_quads` numbers further.
+    `weight_scale` points to the columns' scale of the first tile; the next tile's scale is the next number.
+    The scales of a tile are loaded while the previous tile is computed, so that the matmul does not wait for them.
     """
     sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
     scale = tl.load(x_scale + begin * (x_quads * 4), mask=token_used, other=0.0) * tl.load(weight_scale + begin)
@@ -236,7 +264,7 @@ def sum_blocks(
 def store_matmul(
     sums, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED: tl.constexpr, BIAS: tl.constexpr
 ) -> None:
-    """Scale the sums `(COLUMNS, TOKENS)`, add the bias, and store them transposed."""
+    """Multiply the sums `(COLUMNS, TOKENS)` by the scales, add the bias, and store them as `out[token, column]`."""
     column_used = column < columns
     sums = sums.to(tl.float32)
     if SCALED:
@@ -278,9 +306,18 @@ def _matmul(
     AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Compute one tile of `out`, or one part of its inner dimension.
+
+    Grid: (tiles, splits) with ACROSS, else (tiles, 1). With ACROSS every program stores its part in `partial`
+    `(tiles, splits, COLUMNS, TOKENS)`, and the program that arrives last adds the parts in ascending order.
+    `x_quads` and `groups` are the row strides of the block scales: of x in units of 4 numbers, of the weight in numbers.
+    """
+    # The order of the tiles: GROUP tiles of tokens with the first columns, then the same tokens with the next columns.
     number = tl.program_id(0)
     column_tiles = tl.cdiv(columns, COLUMNS)
     token_tiles = tl.cdiv(tokens, TOKENS)
+    # Example with GROUP 8 and 10 column tiles: programs 0 to 7 compute the token tiles 0 to 7 of column tile 0, programs 8 to 15
+    # the same token tiles of column tile 1, and so on; program 80 begins with token tile 8.
     first_tile = number // (GROUP * column_tiles) * GROUP
     group = tl.minimum(token_tiles - first_tile, GROUP)
     within = number % (GROUP * column_tiles)
@@ -288,9 +325,9 @@ def _matmul(
     column = within // group * COLUMNS + tl.arange(0, COLUMNS)
     token_used = token < tokens
     x += token.to(tl.int64) * inner
-    # Columns after the last one read the weights of the last one, and their results are not stored.
+    # Columns after the last one load the last column's weights; their results are not stored.
     weight += tl.minimum(column, columns - 1).to(tl.int64) * inner
-    if BLOCKS:  # 128 columns share scales
+    if BLOCKS:  # all columns of this tile lie in one block of 128, so they share its scales
         x_scale += token
         weight_scale += within // group * COLUMNS // 128 * groups
     tiles = tl.cdiv(inner, INNER)
@@ -313,7 +350,7 @@ def _matmul(
         place = tl.arange(0, COLUMNS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         parts = partial + (number * splits).to(tl.int64) * (COLUMNS * TOKENS) + place
         tl.store(parts + split * (COLUMNS * TOKENS), sums, mask=token_used[None, :])
-        # Wait until all threads have stored their numbers. Then one of them counts this program as arrived.
+        # All threads must have stored their numbers before one of them counts this program as arrived.
         tl.debug_barrier()
         if tl.atomic_add(arrivals + number, 1, sem="acq_rel") == splits - 1:
             tl.store(arrivals + number, 0)

@@ -1,8 +1,9 @@
-"""Causal attention whose gradients are the same bits at every call: cuDNN with a fixed order of its sums, for CUDA.
+"""Causal attention on CUDA whose gradients have the same bits at every call. cuDNN computes it.
 
-cuDNN's usual backward adds the parts of q's gradient in the order in which its blocks happen to finish. In its other mode, which torch
-does not offer and cuDNN's Python package (`nvidia-cudnn-frontend`) does, it writes the gradients of all scores to memory and multiplies
-them by k. These take 2 bytes for each query, key and head, so the heads are computed in groups.
+cuDNN's usual backward adds the parts of q's gradient in the order in which its blocks happen to finish. Its deterministic
+mode writes the gradients of all scores to memory and multiplies them by k. torch does not offer this mode, but cuDNN's
+Python package (`nvidia-cudnn-frontend`) does. The gradients of the scores take 2 bytes per (query, key, head), so
+the heads are computed in groups.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ from torch import Tensor
 from meshwright.spec.score_memory import SCORE_BYTES, score_bytes
 
 INSTALLED = importlib.util.find_spec("cudnn") is not None
-"""Whether cuDNN's Python package is there."""
+"""Whether cuDNN's Python package is installed."""
 _DTYPES = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
 
 
 def supports(q: Tensor, v: Tensor) -> bool:
-    """Whether attention of q and v `(batch, heads, seq, head_dim)` can be computed here."""
+    """Return whether this module can compute the attention of q and v `(batch, heads, seq, head_dim)`."""
     widths = q.shape[-1], v.shape[-1]
     return q.is_cuda and INSTALLED and q.dtype in _DTYPES and max(widths) <= 128 and not any(w % 8 for w in widths)
 
 
 @torch.library.custom_op("meshwright::fixed_order_attention", mutates_args=())
 def fixed_order_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention of q `(batch, heads, queries, head_dim)` over k and v `(batch, kv_heads, keys, …)`, and the logsumexp of its scores.
+    """Return the attention of q over k and v, and the logsumexp of its scores.
 
-    Scores are scaled by 1/√head_dim; the logsumexp is `(batch, heads, queries, 1)` in fp32.
+    q is `(batch, heads, queries, head_dim)`, k and v `(batch, kv_heads, keys, head_dim)`; v may have another head_dim.
+    The result is `(batch, heads, queries, head_dim of v)`. Scores are scaled by 1/√head_dim. The logsumexp is
+    `(batch, heads, queries, 1)` in fp32.
     """
     out, logsumexp, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
     return out, logsumexp.reshape(*q.shape[:3], 1)
@@ -42,7 +45,7 @@ def fixed_order_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tupl
 
 @fixed_order_attention.register_fake
 def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    # As torch's own operator: the result lies in memory as q does.
+    # Like torch's own operator, the result has the memory order of q: (batch, queries, heads, head_dim).
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     return out, q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
 
@@ -51,10 +54,10 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor
 def fixed_order_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; `grad` is that of the result `out`."""
+    """Return the gradients of q, k and v. `grad` is the gradient of `out`; `out` and `logsumexp` are the forward's results."""
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for queries, keys in _groups(q, k):
-        # cuDNN takes any strides but those of the logsumexp, which must be packed, also in dimensions of size 1.
+        # cuDNN takes any strides, except that the logsumexp must be packed, also in dimensions of size 1.
         packed = logsumexp[queries].clone(memory_format=torch.contiguous_format)
         inputs = q[queries], k[keys], v[keys], out[queries], grad[queries], packed
         _run_backward(*inputs, grads[0][queries], grads[1][keys], grads[2][keys], causal=causal)
@@ -83,7 +86,10 @@ fixed_order_attention.register_autograd(_autograd_backward, setup_context=_setup
 
 
 def _groups(q: Tensor, k: Tensor) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """Index of q's and of k's part for each group of samples and heads whose scores fit `SCORE_BYTES`, at least one kv head."""
+    """Yield the index of q and the index of k for each group of samples and heads that is computed at a time.
+
+    The score gradients of a group fit into `SCORE_BYTES`. A group has at least one key/value head.
+    """
     samples, heads, queries, _ = q.shape
     _, kv_heads, keys, _ = k.shape
     shared = heads // kv_heads
@@ -98,7 +104,10 @@ def _groups(q: Tensor, k: Tensor) -> Iterator[tuple[tuple[slice, slice], tuple[s
 
 
 def _run_backward(*tensors: Tensor, causal: bool) -> None:
-    """Compute the last three tensors, the gradients of q, k and v, from q, k, v, out, grad and logsumexp."""
+    """Compute the gradients of q, k and v.
+
+    `tensors` are nine: q, k, v, out, grad, logsumexp, and the gradients of q, k and v, which are overwritten.
+    """
     kinds = tuple((tuple(tensor.shape), tensor.stride()) for tensor in tensors)
     device = tensors[0].device
     graph, names, size = _backward_graph(threading.get_ident(), device, tensors[0].dtype, kinds, causal)
@@ -112,7 +121,7 @@ def _run_backward(*tensors: Tensor, causal: bool) -> None:
 
 @cache
 def _handle(thread: int, device: torch.device) -> Any:
-    """cuDNN's handle of a thread: it may not be used by two at a time."""
+    """Return cuDNN's handle of a thread. Each thread has its own, because two threads may not use one at the same time."""
     import cudnn
 
     with torch.cuda.device(device):
@@ -127,7 +136,11 @@ def _backward_graph(
     kinds: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
     causal: bool,
 ) -> tuple[Any, tuple[Any, ...], int]:
-    """cuDNN's program for tensors of these shapes and strides, its names for them, and the bytes of its workspace."""
+    """Build cuDNN's graph for one thread, dtype and list of nine tensors (see `_run_backward`).
+
+    `kinds` has the shape and the strides of each tensor. Returns the graph, its tensors in the order of the arguments of
+    `_run_backward`, and the bytes of its workspace.
+    """
     import cudnn
 
     types = cudnn.data_type

@@ -1,19 +1,21 @@
 """Matmuls in fp8: scales, rounding, and the three matmuls of a linear layer in forward and backward.
 
-Tensor cores of Hopper and Ada take fp8 operands in one layout only, so every matmul here is a · bᵀ of two row-major
+The tensor cores of Hopper and Ada take fp8 operands in one layout only. So every matmul here is a · bᵀ of two row-major
 matrices:
 
     output      X  (tokens, in)   ·  W  (out, in)ᵀ
     input grad  dY (tokens, out)  ·  Wᵀ (in, out)ᵀ
     weight grad dYᵀ (out, tokens) ·  Xᵀ (in, tokens)ᵀ
 
-Tensor X and gradient dY are therefore needed straight and transposed; one kernel rounds and transposes them. Xᵀ in fp8 is kept for
-backward, which is half the bytes of X. Scales are computed from the values that are rounded ("current" or "dynamic" scaling, Micikevicius
-et al. 2022), one per tensor or one per row of each operand. They are powers of two, so only the rounding to fp8 loses precision, and the
-result is bit-identical whether scaling or multiplication comes first.
+So the input X and the gradient dY are needed as they are and transposed. One kernel rounds and transposes them. Xᵀ in fp8
+is saved for the backward; it has half the bytes of X in bf16.
 
-On CUDA the matmuls are `torch._scaled_mm` with the Triton kernels of `fp8_triton`. Elsewhere the same rounded values
-are multiplied in fp32.
+Scales are computed from the values that are rounded ("current" or "dynamic" scaling, Micikevicius et al. 2022). Each
+operand has one scale, or one scale per row. Scales are powers of two, so that only the rounding to fp8 loses precision.
+The result is then bit-identical whether a number is scaled before or after a multiplication.
+
+On CUDA the matmuls are `torch._scaled_mm`, and the rounding is done by the Triton kernels of `fp8_triton`. Elsewhere the
+same rounded values are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -24,40 +26,49 @@ import torch
 from torch import Tensor
 
 Scaling = Literal["tensorwise", "rowwise"]
-"""Scales of operands: one each, or one per row of each, so that every output element has its own pair of scales."""
+"""How many scales an operand has: "tensorwise" one, "rowwise" one per row.
+
+With "rowwise" every output element has its own pair of scales.
+"""
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 GRADIENT = {"tensorwise": E5M2, "rowwise": E4M3}
-"""dtype of gradients: more exponent bits with one scale per tensor, more mantissa bits with one scale per row."""
+"""dtype of gradients. With one scale per tensor e5m2 has more exponent bits; with one per row e4m3 has more mantissa bits."""
 ALIGNED = 16
 """`torch._scaled_mm` needs operands whose dimensions are all multiples of this."""
 
 _MIN_MAGNITUDE = 2.0**-100
-"""Lower bound of the largest magnitude, so that zeros get a finite scale."""
+"""Lower bound of the largest magnitude, so that a tensor of zeros gets a finite scale."""
 _CARRY = 0x1FFFFF
-"""Added to the bits of an fp32 number, it increments the exponent if the mantissa is above 1.75.
+"""Added to the bits of an fp32 number, it increments the exponent if the mantissa is above 1.75, else it does not.
 
-The largest number of both fp8 dtypes is 1.75 times a power of two.
+The largest number of both fp8 dtypes is 1.75 times a power of two, so this rounds up to the power of two that is needed.
 """
 _EXPONENT = 0x7F800000
+"""The exponent bits of an fp32 number."""
 _MAX_EXPONENT = {E4M3: 8, E5M2: 15}
 """Exponent of the largest number of each dtype: 448 and 57344."""
 
 
 class Fp8Matrix(NamedTuple):
-    """A matrix in fp8: `values` `(rows, inner)`, times `scale` `()` or `(rows, 1)`, fp32 powers of two."""
+    """A matrix in fp8. It represents the numbers `values` · `scale`.
+
+    `values` is `(rows, inner)` in e4m3 or e5m2; `scale` is `()` or `(rows, 1)` in fp32, powers of two.
+    """
 
     values: Tensor
     scale: Tensor
 
 
 def scale_of(largest: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """The smallest powers of two that scale magnitudes up to `largest` into the range of `fp8_dtype`.
+    """Return the smallest powers of two that scale magnitudes up to `largest` into the range of `fp8_dtype`.
 
-    They are fp32 and have the shape of `largest`. Integer operations compute them, so that no compiler rounds differently. NaN where
-    `largest` is not finite: a cast to fp8 may convert infinity to the largest number, and the matmul would then be
-    finite.
+    The result is fp32 and has the shape of `largest`. Example for e4m3, whose largest number is 448: `largest` 448 gives
+    1, and 449 gives 2. It is computed with integer operations, so that no compiler rounds differently.
+
+    The scale is NaN where `largest` is not finite. Otherwise a cast to fp8 might turn infinity into the largest number,
+    and the result of the matmul would be finite.
     """
     bits = largest.float().clamp(min=_MIN_MAGNITUDE).view(torch.int32)
     scale = (((bits + _CARRY) & _EXPONENT) - (_MAX_EXPONENT[fp8_dtype] << 23)).view(torch.float32)
@@ -65,17 +76,17 @@ def scale_of(largest: Tensor, fp8_dtype: torch.dtype) -> Tensor:
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """1 / scale, exactly."""
+    """Return 1 / scale, exactly, for powers of two."""
     return ((254 << 23) - scale.view(torch.int32)).view(torch.float32)
 
 
 def round_with_scale(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """x / scale in fp8, rounded to nearest, ties to even."""
+    """Return x / scale in fp8, rounded to nearest, ties to even. `scale` broadcasts to x, for example `(rows, 1)`."""
     return (x.float() * inverse(scale)).to(fp8_dtype)
 
 
 def round_with_factor(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """x · factor `()` in fp8, in one kernel also in eager code; `factor` is the inverse of a scale."""
+    """Return x · factor in fp8. `factor` `()` is the inverse of a scale. On CUDA this is one kernel, also without compiling."""
     if not x.is_cuda:
         return (x.float() * factor).to(fp8_dtype)
     from meshwright.kernels.fp8_triton import round_flat
@@ -84,7 +95,7 @@ def round_with_factor(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> Tens
 
 
 def quantize(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) -> Fp8Matrix:
-    """x `(rows, inner)` in fp8."""
+    """Return x `(rows, inner)` in fp8, with scales `()` or `(rows, 1)`."""
     scale = scale_of(_largest(x, scaling, by_row=True), fp8_dtype)
     return Fp8Matrix(round_with_scale(x, scale, fp8_dtype), scale)
 
@@ -92,15 +103,15 @@ def quantize(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) -> Fp8M
 def quantize_transposed(
     x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3, after: Tensor | None = None
 ) -> Fp8Matrix:
-    """xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`.
+    """Return xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`, with scales `()` or `(inner, 1)`.
 
-    The kernel is made to depend on the tensor `after` (see `transposed_weight`).
+    `after` is a tensor that must be computed before xᵀ; `transposed_weight` says why.
     """
     return _round_transposed(x, scale_of(_largest(x, scaling, by_row=False), fp8_dtype), fp8_dtype, after)
 
 
 def quantize_both(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) -> tuple[Fp8Matrix, Fp8Matrix]:
-    """x `(rows, inner)` and xᵀ in fp8; with one scale per tensor one kernel reads x once and writes both."""
+    """Return x `(rows, inner)` and xᵀ `(inner, rows)` in fp8. With "tensorwise" one kernel reads x once and writes both."""
     if scaling == "rowwise":
         return quantize(x, scaling, fp8_dtype), quantize_transposed(x, scaling, fp8_dtype)
     scale = scale_of(_largest(x, scaling, by_row=True), fp8_dtype)
@@ -114,13 +125,13 @@ def quantize_both(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) ->
 
 
 def matmul(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """a · bᵀ `(a's rows, b's rows)` in `dtype`.
+    """Return a · bᵀ `(rows of a, rows of b)` in `dtype`.
 
-    `fast` lets the tensor cores accumulate with reduced precision, which is faster and precise enough for a forward pass.
+    With `fast` the tensor cores accumulate with reduced precision. That is faster, and precise enough for a forward pass.
     """
     if not a.values.is_cuda:
         return ((a.values.float() @ b.values.float().t()) * a.scale * b.scale.t()).to(dtype)
-    # With scales per row torch supports bf16 results only.
+    # With scales per row torch computes bf16 results only.
     out_dtype = torch.bfloat16 if a.scale.dim() else dtype
     result = torch._scaled_mm(
         a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=out_dtype, use_fast_accum=fast
@@ -129,18 +140,20 @@ def matmul(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = False
 
 
 def weight_gradient(grad: Fp8Matrix, x: Fp8Matrix, dtype: torch.dtype) -> Tensor:
-    """The weight gradient dYᵀ · X `(out, in)` of dYᵀ `(out, tokens)` and Xᵀ `(in, tokens)`."""
+    """Return the weight gradient dYᵀ · X `(out, in)`, from `grad` = dYᵀ `(out, tokens)` and `x` = Xᵀ `(in, tokens)`."""
     return matmul(grad, x, dtype)
 
 
 def linear(
     x: Tensor, weight: Tensor, gathered: Fp8Matrix | None, scaling: Scaling, taps: tuple[Tensor, ...] | None
 ) -> Tensor:
-    """x · weightᵀ `(…, out)` of x `(…, in)` in fp8, differentiable.
+    """Return x · weightᵀ `(…, out)` of x `(…, in)` in fp8, differentiable.
 
-    `gathered` is the weight `(out, in)` in fp8 if it was gathered in fp8; then `weight` only receives the gradient and its values are not
-    read. `taps` are placeholder inputs (see `tap_shapes`). Their gradients are the factors of the weight gradient, so that the caller can
-    multiply these later (split backward); the weight gets no gradient.
+    `gathered` is the weight `(out, in)` in fp8 if FSDP gathered it in fp8. Then `weight` only receives the gradient, and
+    its values are not read.
+
+    `taps` are placeholder inputs for a split backward, with the shapes of `tap_shapes`. Their "gradients" are dYᵀ and Xᵀ in
+    fp8, so that the caller can compute the weight gradient later with `weight_gradient`. The weight then gets no gradient.
     """
     values, scale = gathered if gathered is not None else (None, None)
     save = torch.is_grad_enabled() and weight.requires_grad
@@ -150,12 +163,15 @@ def linear(
 def weight_as_fp8(
     weight: Tensor, values: Tensor | None, scale: Tensor | None, scaling: Scaling = "tensorwise"
 ) -> Fp8Matrix:
-    """A weight `(out, in)` in fp8: from `values` and `scale` if given, else rounded from `weight`."""
+    """Return a weight `(out, in)` in fp8: `values` and `scale` if both are given, else `weight` rounded."""
     return quantize(weight, scaling) if values is None or scale is None else Fp8Matrix(values, scale)
 
 
 def tap_shapes(weight: Tensor, tokens: int, scaling: Scaling) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shapes and dtypes of a linear layer's taps, those of the weight gradient's factors: dYᵀ and its scale, Xᵀ and its scale."""
+    """Return shapes and dtypes of the four taps of a linear layer: dYᵀ and its scale, Xᵀ and its scale.
+
+    They are the two factors of the weight gradient, for a weight `(out, in)` and `tokens` tokens.
+    """
     outputs, inputs = weight.shape
     by_row = scaling == "rowwise"
     return (
@@ -167,6 +183,12 @@ def tap_shapes(weight: Tensor, tokens: int, scaling: Scaling) -> tuple[tuple[tup
 
 
 class _Linear(torch.autograd.Function):
+    """The differentiable linear layer in fp8; see `linear` for the arguments.
+
+    `values` and `scale` are the weight in fp8 or None. With `save` the forward saves Xᵀ in fp8 for the weight gradient. The
+    backward returns the gradients of x and weight, then None for four arguments, then the "gradients" of the taps.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -216,10 +238,12 @@ class _Linear(torch.autograd.Function):
 
 
 def transposed_weight(weight: Tensor, scale: Tensor, scaling: Scaling, weight_in_fp8: bool, after: Tensor) -> Fp8Matrix:
-    """Wᵀ in fp8, transposed from the fp8 weight or rounded from the weight.
+    """Return Wᵀ `(in, out)` in fp8, of `weight` `(out, in)`.
 
-    Backward computes it, because a copy made in forward would occupy memory until then. `after`
-    depends on the gradient, which keeps a compiler from computing Wᵀ in the forward (`fp8_triton`).
+    With `weight_in_fp8` the weight is fp8 already and is only transposed (tensorwise); else it is rounded.
+
+    The backward computes Wᵀ, because a copy made in the forward would occupy memory until then. `after` is a tensor that
+    depends on the gradient. Without it a compiler could move the computation of Wᵀ into the forward (`fp8_triton`).
     """
     if scaling == "rowwise":
         return quantize_transposed(weight, scaling, after=after)
@@ -233,9 +257,9 @@ def transposed_weight(weight: Tensor, scale: Tensor, scaling: Scaling, weight_in
 
 
 def _round_transposed(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, after: Tensor | None = None) -> Fp8Matrix:
-    """xᵀ in fp8; `scale` `()` or `(inner, 1)`.
+    """Return xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`, with `scale` `()` or `(inner, 1)`.
 
-    The kernel is made to depend on the tensor `after` (see `transposed_weight`).
+    `after` is a tensor that must be computed before xᵀ; `transposed_weight` says why.
     """
     if x.is_cuda:
         from meshwright.kernels.fp8_triton import round_transposed
@@ -245,7 +269,10 @@ def _round_transposed(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, after: T
 
 
 def _largest(x: Tensor, scaling: Scaling, *, by_row: bool) -> Tensor:
-    """The largest magnitude of x `()`, or of each row `(rows, 1)` or column `(columns, 1)`."""
+    """Return the largest magnitudes of x `(rows, columns)` that its scales are computed from.
+
+    "tensorwise": one number `()`. "rowwise": of each row `(rows, 1)`, or without `by_row` of each column `(columns, 1)`.
+    """
     if scaling == "rowwise":
         return x.abs().amax(dim=1, keepdim=True) if by_row else x.abs().amax(dim=0).unsqueeze(1)
     # Rows first: torch.compile fuses this reduction with the kernel that computes x.

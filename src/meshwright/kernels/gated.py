@@ -1,9 +1,12 @@
-"""The gated feed-forward network (Shazeer 2020), with SiLU fused around its two fp8 matmuls.
+"""The gated feed-forward network (Shazeer 2020) as one operator: its two fp8 matmuls with the SiLU between them.
 
-With separate layers the activation is written in bf16 and read again for its largest magnitude and for the rounding to fp8; the same holds
-for the gradient of the layer before, which is twice as wide. The fused network computes both twice from the projection, once for the
-largest magnitude and once for the rounding, and never writes them in bf16. Bytes moved per element of the activation: 10 in forward
-(separate layers: 12) and 16 in backward (22); 6 fewer are kept for backward.
+With separate layers the activation is written in bf16, and read twice: for its largest magnitude and for the rounding to
+fp8. The backward does the same with the gradient of the gate/up projection, which is twice as wide. The fused network
+computes both from the projection instead, once for the largest magnitude and once for the rounding, and never writes
+them in bf16.
+
+Bytes moved per element of the activation: 10 in the forward (12 with separate layers) and 16 in the backward (22).
+6 bytes fewer are saved for the backward.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ from meshwright.kernels.swiglu import gated_activation
 
 
 def gated_mlp(x: Tensor, gate_up: Linear, down: Linear, *, gelu: bool = False, plain: bool = False) -> Tensor:
-    """Return down(gated_activation(gate_up(x))) of x `(…, in)`, with SiLU or `gelu`; the output of `gate_up` has the gates first.
+    """Return down(gated_activation(gate_up(x))) `(…, out)` of x `(…, in)`, with SiLU, or with `gelu`.
 
-    Fused with SiLU where both layers multiply in fp8 with one scale per tensor, have no biases and no adapters, and are both trained, or
-    nothing is; `plain` runs the layers separately.
+    The output of `gate_up` `(…, 2 · width)` has the gates first.
+
+    The fused operator runs if all of these hold: SiLU; both layers multiply in fp8 with one scale per tensor; neither
+    has a bias or an adapter; and with gradients enabled both weights are trained. Otherwise, and with `plain`, the layers
+    run separately.
     """
     layers = (gate_up, down)
     fused = all(layer.scaling == "tensorwise" and layer.bias is None and layer.adapter is None for layer in layers)
@@ -39,9 +45,10 @@ def gated_mlp(x: Tensor, gate_up: Linear, down: Linear, *, gelu: bool = False, p
 
 
 def find_miscompiled_kernel(device: torch.device) -> str | None:
-    """Name of the kernel whose transposed output differs from its straight output on a small matrix; None if all agree.
+    """Return the name of a kernel that was compiled incorrectly, or None.
 
-    Some assemblers have compiled these kernels incorrectly.
+    Some assemblers have compiled these kernels incorrectly. Each kernel writes a matrix and its transpose. They are
+    compared for a small matrix on `device`.
     """
     generator = torch.Generator().manual_seed(0)
     projected = torch.randn(256, 192, generator=generator).to(device, torch.bfloat16)
@@ -58,6 +65,12 @@ def find_miscompiled_kernel(device: torch.device) -> str | None:
 
 
 class _Gated(torch.autograd.Function):
+    """The fused network.
+
+    `first` is the weight `(2 · width, in)` of gate and up, `second` the weight `(in, width)` of down. `first_values` to
+    `second_scale` are both weights in fp8 if they were gathered so, else None. `taps`: see `fp8_matmuls.linear`.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -103,6 +116,7 @@ class _Gated(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             wide = fp8.transposed_weight(first, first_scale, "tensorwise", ctx.weight_in_fp8[0], gate_up_grad.scale)
             x_grad = fp8.matmul(gate_up_grad, wide, grad.dtype).unflatten(0, grad.shape[:-1])
+        # Gradients in the order of the forward's arguments; the fp8 weights, their scales and `save` have none.
         unused = (None,) * 5
         if ctx.split:
             return (
@@ -127,7 +141,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _activation(projected: Tensor) -> tuple[Fp8Matrix, Fp8Matrix]:
-    """silu(gate) · up `(tokens, width)` of `projected` `(tokens, 2 · width)` in fp8, and its transpose."""
+    """Return silu(gate) · up `(tokens, width)` in fp8, and its transpose, of `projected` `(tokens, 2 · width)`."""
     activation = _swiglu(projected)
     scale = fp8.scale_of(activation.abs().amax(dim=1).amax(), E4M3)
     if projected.is_cuda:
@@ -140,8 +154,10 @@ def _activation(projected: Tensor) -> tuple[Fp8Matrix, Fp8Matrix]:
 
 
 def _activation_gradient(projected: Tensor, grad_out: Tensor, fp8_dtype: torch.dtype) -> tuple[Fp8Matrix, Fp8Matrix]:
-    """The gradient of `projected` `(tokens, 2 · width)` in fp8, and its transpose, from `grad_out`, that of the
-    activation."""
+    """Return the gradient of `projected` `(tokens, 2 · width)` in fp8, and its transpose.
+
+    `grad_out` `(tokens, width)` is the gradient of the activation.
+    """
     halves = _swiglu_gradient(projected, grad_out)
     largest = torch.maximum(halves[0].abs().amax(dim=1), halves[1].abs().amax(dim=1)).amax()
     scale = fp8.scale_of(largest, fp8_dtype)
@@ -155,11 +171,13 @@ def _activation_gradient(projected: Tensor, grad_out: Tensor, fp8_dtype: torch.d
 
 
 def _swiglu(projected: Tensor) -> Tensor:
+    """Return silu(gate) · up `(tokens, width)` in fp32."""
     gate, up = projected.float().chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def _swiglu_gradient(projected: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and of up, each `(tokens, width)` in fp32."""
     gate, up = projected.float().chunk(2, dim=-1)
     grad_out = grad_out.float()
     sigmoid = torch.sigmoid(gate)

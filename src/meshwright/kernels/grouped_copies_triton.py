@@ -1,7 +1,8 @@
-"""The Triton kernels that copy tokens to their sorted positions, and sum them back; imported only with a CUDA device.
+"""Triton kernels for routed experts: copy tokens to the rows of their experts, and sum these rows back per token.
 
-Compiled indexing computes one element at a time where it writes, and so reads a token once for each copy: 0.36 ms for 131,072 rows of 2,048
-bf16 numbers on an H100, of which the bytes take 0.18. Here one program moves all copies of a token, which it reads once.
+Import them only with a CUDA device. Indexing compiled by torch computes one output element at a time, and so reads a token
+once for each copy: 0.36 ms for 131,072 rows of 2,048 bf16 numbers on an H100, where moving the bytes takes 0.18 ms. Here
+one program reads a token once and moves all its copies.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS_PER_THREAD = 16
+"""Numbers of a token per thread; it decides how many warps a program has."""
 
 
 @torch.library.custom_op("meshwright::spread_tokens", mutates_args=())
 def spread_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Rows `(tokens · copies, width)`: each token `(tokens, width)` at its `positions` `(tokens, copies)`, a permutation."""
+    """Copy each token of `tokens` `(tokens, width)` to the rows `positions` `(tokens, top_k)` of the result.
+
+    The result is `(tokens · top_k, width)`. `positions` is a permutation of all its rows.
+    """
     tokens = tokens.contiguous()
     width = tokens.shape[1]
     out = tokens.new_empty(positions.numel(), width)
@@ -27,7 +32,10 @@ def spread_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
 
 @torch.library.custom_op("meshwright::gather_sum", mutates_args=())
 def gather_sum(sorted_rows: Tensor, positions: Tensor) -> Tensor:
-    """The sums `(tokens, width)` of rows `(tokens · copies, width)` at `positions` `(tokens, copies)`, rounded once."""
+    """Return the sum `(tokens, width)` of each token's rows; `positions` `(tokens, top_k)` are their indices.
+
+    `sorted_rows` is `(tokens · top_k, width)`. Sums are computed in fp32 and rounded once.
+    """
     sorted_rows = sorted_rows.contiguous()
     width = sorted_rows.shape[1]
     out = sorted_rows.new_empty(positions.shape[0], width)
@@ -53,6 +61,7 @@ def _launch(width: int) -> dict[str, int]:
 
 @triton.jit
 def _spread(tokens, positions, out, width, copies: tl.constexpr, block: tl.constexpr) -> None:
+    """Store one token at the positions of all its copies."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < width
@@ -64,6 +73,7 @@ def _spread(tokens, positions, out, width, copies: tl.constexpr, block: tl.const
 
 @triton.jit
 def _sum(sorted_rows, positions, out, width, copies: tl.constexpr, block: tl.constexpr) -> None:
+    """Sum the rows of one token's copies."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, block)
     inside = column < width

@@ -1,12 +1,14 @@
-"""Grouped matmuls of routed experts in fp8: outputs and gradients of rows.
+"""Grouped matmuls of routed experts in fp8: outputs, and gradients of the inputs.
 
-Every row of an operand has a scale of its own (`fp8_matmuls`): a token copy, its gradient, and an output row of an
-expert's matrix. In the backward an expert's matrix has one scale, the largest of its rows, so that one pass rounds its
-transpose. Scales depend neither on the number of an expert's rows nor on the layout of ranks, and the host reads no
-group size. The weight gradient sums over rows, so scales of rows cannot be taken out of its sum: it keeps the compute
-dtype.
+Every row of an operand has its own scale (`fp8_matmuls`). A row is a token's copy, the gradient of a token's copy, or one
+output of an expert's matrix. In the backward an expert's matrix has one scale, the largest of its rows' scales, so that
+one pass over the matrix rounds its transpose. Scales depend neither on the number of an expert's rows nor on the
+layout of ranks, and the host reads no group size.
 
-On CUDA `torch._scaled_grouped_mm` multiplies (Hopper only). Elsewhere the same rounded numbers are multiplied in fp32.
+The weight gradient sums over rows, so that the scales of rows cannot be taken out of the sum. It is computed in the
+compute dtype.
+
+On CUDA, `torch._scaled_grouped_mm` multiplies (Hopper only). Elsewhere the same rounded numbers are multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -22,22 +24,23 @@ from meshwright.kernels.grouped import grouped_weight_gradient, groups_of
 from meshwright.kernels.row_quantize import quantize_rows
 
 GROUPED_MAJOR = 9
-"""The CUDA compute capability whose grouped matmuls torch has with scales per row: Hopper."""
+"""Major CUDA compute capability for which torch has grouped matmuls with scales per row: 9, Hopper."""
 
 
 def grouped_linear_fp8(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
-    """`grouped.grouped_linear` with rows and matrices rounded to e4m3; the output has the dtype of x.
+    """Return `grouped.grouped_linear` with rows and matrices rounded to e4m3: `(rows, out)` in the dtype of x.
 
-    On CUDA one grouped matmul; elsewhere, and with `plain`, a loop over the groups, for which the host reads their
-    sizes. Widths are multiples of 16.
+    x is `(rows, in)`, `weight` `(groups, out, in)`, `offsets` `(groups,)` the end of each group's rows. `in` and `out` are
+    multiples of 16. On CUDA one grouped matmul runs. Elsewhere, and with `plain`, a loop over the groups runs, for which
+    the host reads the offsets.
     """
     return _grouped_linear_fp8(x, weight, offsets, plain)[0]
 
 
-# Custom operators for the same reasons as `grouped._grouped_linear`.
+# These are custom operators for the same reasons as `grouped._grouped_linear`.
 @torch.library.custom_op("meshwright::grouped_linear_fp8", mutates_args=())
 def _grouped_linear_fp8(x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> tuple[Tensor, Tensor]:
-    """The matmul, and the largest scale of each matrix `(groups,)` for the backward."""
+    """Return the matmul, and the largest scale of each matrix `(groups,)`, which the backward uses."""
     matrices = quantize_rows(weight)
     out = grouped_matmul(quantize_rows(x), matrices, offsets, x.dtype, plain=plain)
     return out, matrices.scale.amax((1, 2))
@@ -55,10 +58,12 @@ def _grouped_linear_fp8_backward(
 def grouped_matmul(
     x: Fp8Matrix, matrices: Fp8Matrix, offsets: Tensor, dtype: torch.dtype, *, plain: bool = False
 ) -> Tensor:
-    """Each row of x `(rows, in)` times its group's matrix of `(groups, out, in)`, transposed: `(rows, out)` in `dtype`.
+    """Multiply each row of x `(rows, in)` by the transposed matrix of its group: `(rows, out)` in `dtype`.
 
-    Tensor cores keep partial sums in lower precision, in forward and backward: without, torch takes a kernel that reaches a third of the
-    rate at 1,024 rows a group.
+    `matrices` is `(groups, out, in)`; rows are sorted by group, and `offsets` `(groups,)` are the ends of the groups.
+
+    `use_fast_accum` makes the tensor cores keep partial sums in lower precision, in the forward and the backward. Without it
+    torch selects a kernel that reaches a third of the FLOP rate with 1,024 rows per group.
     """
     if plain or not x.values.is_cuda or not x.values.shape[0]:
         out = torch.empty(x.values.shape[0], matrices.values.shape[1], dtype=dtype, device=x.values.device)
@@ -73,14 +78,17 @@ def grouped_matmul(
         x.scale.squeeze(-1),
         matrices.scale.squeeze(-1),
         offs=offsets,
-        out_dtype=torch.bfloat16,  # the only one with scales per row
+        out_dtype=torch.bfloat16,  # the only dtype that torch supports with scales per row
         use_fast_accum=True,
     )
     return output.to(dtype)
 
 
 def transposed_matrices(matrices: Tensor, scale: Tensor) -> Fp8Matrix:
-    """The transposes `(groups, in, out)` of matrices `(groups, out, in)` in e4m3, with one `scale` `(groups,)` per matrix."""
+    """Return the transposes `(groups, in, out)` of `matrices` `(groups, out, in)` in e4m3; `scale` is `(groups,)`.
+
+    The scales of the result are `(groups, in, 1)`: the matrix's scale, repeated for each row.
+    """
     if matrices.is_cuda:
         from meshwright.kernels.grouped_fp8_triton import round_transposed
 
@@ -115,4 +123,4 @@ def _autograd_backward(ctx: Any, grad: Tensor, scale_grad: Tensor | None) -> tup
 
 _grouped_linear_fp8.register_autograd(_autograd_backward, setup_context=_setup_context)
 GROUPED_FP8_OPERATOR = torch.ops.meshwright.grouped_linear_fp8.default
-"""Operator of grouped matmuls in fp8, used as `grouped.GROUPED_OPERATOR`."""
+"""The operator of grouped matmuls in fp8. It is used like `grouped.GROUPED_OPERATOR`."""

@@ -1,8 +1,7 @@
-"""The Triton kernel of `int8_matmuls.grouped_int8`; imported only with a CUDA device, as CPU builds of torch lack
-Triton.
+"""The Triton kernel of `int8_matmuls.grouped_int8`. Import it only with a CUDA device; CPU builds of torch lack Triton.
 
-A program computes a tile of one group's rows. The grid has as many tiles as any sizes of groups may need, because the host does not know
-the sizes; each program finds its group from `offsets`, and those behind the last tile end at once.
+A program computes a tile of one group's rows. The host does not know the sizes of the groups, so the grid has as many
+tiles as any sizes may need. Each program finds its group from `offsets`. Programs after the last tile end at once.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ def grouped_matmul(
     *,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Rows of x `(rows, in)` times their groups' matrices `(groups, out, in)`, transposed and scaled, in `dtype`.
+    """Multiply each row of x `(rows, in)` by the transposed matrix of its group, times both scales: `(rows, out)`.
 
-    `x_scale` is `(rows, 1)`, `scales` `(groups, out, 1)`, `offsets` `(groups,)` int32. All tensors are contiguous.
+    `matrices` is `(groups, out, in)` in int8, `x_scale` `(rows, 1)`, `scales` `(groups, out, 1)`, `offsets` `(groups,)`
+    int32 (the end of each group's rows). All tensors are contiguous. The result is in `dtype`.
     """
     rows, inner = x.shape
     groups, columns = matrices.shape[:2]
@@ -62,11 +62,16 @@ def grouped_matmul(
 def _find_rows(
     offsets, number, TOKENS: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The group of tile `number`, its first row and the group's end; behind the last tile group PADDED_GROUPS."""
+    """Return the group of tile `number`, the tile's first row, and the end of the group's rows.
+
+    After the last tile the group is PADDED_GROUPS.
+    """
     groups = tl.arange(0, PADDED_GROUPS)
     ends = tl.load(offsets + groups, mask=groups < GROUPS, other=0)
     begins = tl.load(offsets + groups - 1, mask=(groups > 0) & (groups < GROUPS), other=0)
     tiles = (ends - begins + TOKENS - 1) // TOKENS
+    # Number of tiles of the groups up to and including each group. Example: 3 and 2 tiles give 3 and 5. Tile 3 is the first
+    # tile of group 1, because one group ends at or before it.
     tiles_through = tl.cumsum(tiles, 0)
     group = tl.sum((tiles_through <= number).to(tl.int32), 0)
     chosen = groups == group
@@ -91,6 +96,7 @@ def _grouped_matmul(
     INNER: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> None:
+    """Compute one tile of one group's rows. Grid: (upper bound of row tiles, column tiles)."""
     group, first, end = _find_rows(offsets, tl.program_id(0), TOKENS, GROUPS, PADDED_GROUPS)
     if group < GROUPS:
         token = first + tl.arange(0, TOKENS)
@@ -98,7 +104,7 @@ def _grouped_matmul(
         token_used = token < end
         first_output = group.to(tl.int64) * columns
         rows = x + token.to(tl.int64) * inner
-        # Columns behind the last read its weights, and nothing of them is stored.
+        # Columns after the last one load the last column's weights; their results are not stored.
         outputs = matrices + (first_output + tl.minimum(column, columns - 1)) * inner
         sums = sum_tiles(
             rows, outputs, 0, tl.cdiv(inner, INNER), token_used, inner, COLUMNS, TOKENS, INNER, EVEN, 0, tl.int32

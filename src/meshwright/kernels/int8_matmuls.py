@@ -1,10 +1,13 @@
 """Matmuls in int8 for inference: scales, rounding, and the matmuls of linear layers and of routed experts.
 
-Rounding is symmetric: the largest magnitude of a row becomes 127. A row is an output of a weight, or a token ("vector-wise" in LLM.int8(),
-Dettmers et al. 2022, here without exact outlier columns; CloudMatrix-Infer, arXiv 2506.12708). Sums are integers of 32 bits, exact up to
-`MOST_INPUTS` inputs, and scales multiply the sum. So a token's result depends neither on the order of additions nor on other tokens.
+Rounding is symmetric: the largest magnitude of a row becomes 127. A row is one output of a weight, or one token. LLM.int8()
+(Dettmers et al. 2022) calls this "vector-wise"; its outlier columns, which it computes exactly, are absent here.
+See also CloudMatrix-Infer (arXiv 2506.12708).
 
-On CUDA Triton kernels run. Elsewhere, and with `plain`, the same integers are multiplied by torch.
+Dot products are summed in 32-bit integers, which is exact up to `MOST_INPUTS` inputs, and the scales multiply the sum.
+So a token's result depends neither on the order of additions nor on the other tokens.
+
+On CUDA, Triton kernels run. Elsewhere, and with `plain`, torch multiplies the same integers.
 """
 
 from __future__ import annotations
@@ -17,39 +20,42 @@ from torch import Tensor
 from meshwright.kernels.grouped import groups_of
 
 LARGEST = 127
-"""Largest magnitude of a number; -128 is not used."""
+"""Largest magnitude of a value; -128 is not used."""
 MOST_INPUTS = (2**31 - 1) // LARGEST**2
-"""Inputs of a matmul whose sums fit 32 bits."""
+"""Most inputs of a matmul: 127 · 127 · MOST_INPUTS fits 32 bits."""
 MIN_MAGNITUDE = 2.0**-100
-"""Lower bound of the largest magnitude, so that zeros get a scale above 0."""
+"""Lower bound of the largest magnitude, so that a row of zeros gets a scale above 0."""
 
 
 class Int8Matrix(NamedTuple):
-    """A matrix in int8: `values` `(…, rows, inner)` times `scale` `(…, rows, 1)` in fp32."""
+    """A matrix in int8. It represents the numbers `values` · `scale`.
+
+    `values` is `(…, rows, inner)` in int8, `scale` `(…, rows, 1)` in fp32.
+    """
 
     values: Tensor
     scale: Tensor
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """The scale in fp32 that divides magnitudes up to `largest` to at most 127; NaN where `largest` is not finite."""
+    """Return `largest` / 127 in fp32, in the shape of `largest`; NaN where `largest` is not finite."""
     scale = largest.float().clamp(min=MIN_MAGNITUDE) / LARGEST
     return torch.where(largest.isfinite(), scale, torch.nan)
 
 
 def round_with_scale(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale in int8, rounded to nearest, ties to even."""
+    """Return x / scale in int8, rounded to nearest, ties to even."""
     return (x.float() / scale).round().to(torch.int8)
 
 
 def quantize(x: Tensor) -> Int8Matrix:
-    """x `(…, rows, inner)` in int8, with a scale for each row."""
+    """Return x `(…, rows, inner)` in int8, with a scale for each row."""
     scale = scale_of(x.abs().amax(dim=-1, keepdim=True))
     return Int8Matrix(round_with_scale(x, scale), scale)
 
 
 def int8_linear(x: Int8Matrix, weight: Int8Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x · weightᵀ + bias `(…, out)` in `dtype`, of x `(…, in)` and weight `(out, in)`."""
+    """Return x · weightᵀ + bias `(…, out)` in `dtype`, of x `(…, in)` and weight `(out, in)`."""
     shape = (*x.values.shape[:-1], weight.values.shape[0])
     rows = Int8Matrix(x.values.flatten(0, -2), x.scale.flatten(0, -2))
     if rows.values.is_cuda:
@@ -63,10 +69,11 @@ def int8_linear(x: Int8Matrix, weight: Int8Matrix, bias: Tensor | None, dtype: t
 def grouped_int8(
     x: Int8Matrix, matrices: Int8Matrix, offsets: Tensor, dtype: torch.dtype, *, plain: bool = False
 ) -> Tensor:
-    """Each row of x `(rows, in)` times its group's matrix of `(groups, out, in)`, transposed: `(rows, out)` in `dtype`.
+    """Multiply each row of x `(rows, in)` by the transposed matrix of its group: `(rows, out)` in `dtype`.
 
-    Group g has the rows from `offsets[g - 1]` to `offsets[g]`; the last offset is the number of rows. On CUDA the host does not read
-    the sizes of groups.
+    `matrices` is `(groups, out, in)`. Rows are sorted by group: group g has the rows `offsets[g - 1]` to `offsets[g]` - 1,
+    and group 0 begins at row 0. `offsets` is `(groups,)` int32, and the last offset is the number of rows. On CUDA the
+    host does not read the offsets.
     """
     if x.values.is_cuda and not plain:
         from meshwright.kernels.grouped_int8_triton import grouped_matmul
@@ -81,8 +88,8 @@ def grouped_int8(
 
 
 def _scaled_matmul(x: Int8Matrix, weight: Int8Matrix) -> Tensor:
-    """x · weightᵀ in fp32, of exact integer sums."""
-    if x.values.is_cuda:  # torch has no matmuls of 32-bit integers there; these sums are exact in fp64
+    """Return x · weightᵀ, times both scales, in fp32. The integer sums are exact."""
+    if x.values.is_cuda:  # on CUDA torch has no matmul of 32-bit integers; in fp64 these sums are exact
         sums = x.values.double() @ weight.values.double().t()
     else:
         sums = x.values.int() @ weight.values.int().t()

@@ -1,10 +1,12 @@
-"""Latent attention over a paged cache in the absorbed form: writes of new tokens, and attention of a step's queries.
+"""Multi-head latent attention over a paged cache, in the absorbed form: cache writes, and attention of a step's queries.
 
-The cache of a group of layers is one tensor `(blocks, layers, tokens, rank + rotated)`: of each token the latent, then the rotated part of
-the key. `cache_layer` is `cache[:, layer]`, a strided view. All heads attend to the same numbers, whose first `rank` are key and value
-at the same time. Slots, block tables and sequences are those of `paged_attention`. In fp8 (e4m3) numbers beyond 448 are limited to it.
+The cache of a group of layers is one tensor `(blocks, layers, tokens, rank + rotated)`. Each cached token has a latent
+(`rank` numbers) and then the rotated part of its key (`rotated` numbers). `cache_layer` is `cache[:, layer]`, a strided
+view `(blocks, tokens, rank + rotated)`. All heads attend to the same numbers: the latent is part of the key, and it is
+also the value. Slots, block tables and sequences are those of `paged_attention`. In an fp8 cache (e4m3), magnitudes
+above 448 become 448.
 
-On CUDA, Triton kernels run; elsewhere, and with `plain`, torch's operators gather the blocks of each sequence in turn.
+On CUDA, Triton kernels run. Elsewhere, and with `plain`, torch gathers the blocks of one sequence after another.
 """
 
 from __future__ import annotations
@@ -30,11 +32,15 @@ def rotate_and_write_latents(
     *,
     plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return q and key rotated to `positions` `(tokens,)`, and write latent and rotated key into the `slots` of `cache_layer`.
+    """Return q and key rotated to `positions`, and write latent and rotated key into the `slots` of `cache_layer`.
 
-    q `(tokens, heads, rotated)` is the rotated part of the queries, key `(tokens, rotated)` that of the keys, latent `(tokens, rank)`.
-    `tables` are cosines and sines, each `(max_positions, rotated / 2)`. Negative slots are skipped. Rotation and rounding are those of
-    `rope.rotate_neighbours`.
+    `q` `(tokens, heads, rotated)`: the part of the queries that is rotated.
+    `key` `(tokens, rotated)`: the part of the keys that is rotated, shared by all heads.
+    `latent` `(tokens, rank)`. `positions` `(tokens,)`.
+    `tables`: cosines and sines, each `(max_positions, rotated / 2)`.
+    `slots` `(tokens,)`: index of each token in the cache; a token with a negative slot is not written.
+
+    Rotation and rounding are those of `rope.rotate_neighbours`. The results have the shapes of q and key.
     """
     if runs_kernels(q, plain):
         from meshwright.kernels.latent_write_triton import rotate_write_latents
@@ -52,7 +58,7 @@ def rotate_and_write_latents(
     block_tokens = cache_layer.shape[1]
     target = cache_layer
     if is_fp8(cache_layer):
-        # Bytes, because torch has no indexed write of fp8.
+        # As bytes, because torch has no indexed write of fp8.
         rows = limited(rows, cache_layer.dtype).view(torch.uint8)
         target = cache_layer.view(torch.uint8)
     target[slots // block_tokens, slots % block_tokens] = rows
@@ -72,12 +78,16 @@ def latent_attention(
     plain: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of absorbed queries over the cache: sums of latents `(queries, heads, rank)`, contiguous.
+    """Return the causal attention of absorbed queries over the cache: weighted means of latents `(queries, heads, rank)`.
 
-    q `(queries, heads, rank)` and q_rotated `(queries, heads, rotated)` are the two parts of the queries; scores are multiplied by
-    `scale`. `block_tables` is `(sequences, max_blocks)`, `context_lengths` `(sequences,)`, `query_starts` `(sequences + 1,)`, all int32.
-    The first `decodes` sequences have one query each. Queries before a sequence's first token, as all of context length 0, are padding:
-    their results are 0. The result is written into `out`, contiguous, if given.
+    `q` `(queries, heads, rank)` and `q_rotated` `(queries, heads, rotated)`: the two parts of the queries.
+    `block_tables` `(sequences, max_blocks)`, `context_lengths` `(sequences,)`, `query_starts` `(sequences + 1,)`: int32.
+    `scale`: multiplies the scores.
+    `decodes`: the first `decodes` sequences have one query each.
+    `out`: a contiguous tensor for the result, or None.
+
+    A sequence may have more queries than its context length, for example when that is 0. The first ones of its
+    queries are then padding, and their results are 0. The result is contiguous.
     """
     out = q.new_empty(q.shape) if out is None else out
     if runs_kernels(q, plain):
@@ -88,7 +98,7 @@ def latent_attention(
     block_tokens = cache_layer.shape[1]
     out.zero_()
     source = cache_layer.view(torch.uint8) if is_fp8(cache_layer) else cache_layer
-    # `attention` divides scores by the root of the width.
+    # `attention` divides scores by the root of the key's width, so the queries are multiplied by it.
     both = torch.cat((q, q_rotated), dim=-1) * (scale * math.sqrt(cache_layer.shape[2]))
     starts = query_starts.tolist()
     lengths = context_lengths.tolist()
@@ -115,7 +125,7 @@ def _attend_by_kernels(
     scale: float,
     decodes: int,
 ) -> None:
-    """`latent_attention` by the Triton kernels: one for the first `decodes` sequences, another for the chunks behind them."""
+    """Compute `latent_attention` with two Triton kernels: one for the first `decodes` sequences, one for the rest (chunks)."""
     from meshwright.kernels.latent_attention_triton import latent_chunks, latent_decode, latent_launch
 
     heads = q.shape[1]

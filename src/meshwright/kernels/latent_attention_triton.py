@@ -1,10 +1,17 @@
-"""The Triton kernels of `latent_attention`; imported only with a CUDA device.
+"""The Triton kernels of `latent_attention`. Import them only with a CUDA device.
 
-One program computes some heads of a sequence, or of some of its queries, over tiles of cached tokens. It reads a tile once: the latents
-are keys of all its heads, and values too. For decodes a context is divided into splits, which a second kernel combines; the grid depends
-on the number of sequences and splits only, so that a CUDA graph can replay it for other lengths.
-Sizes: PAIRS is the number of pairs (query, head) of a program, at least 16 for the tensor cores; TILE is a number of tokens; DIMS and
-ROTARY_DIMS are the widths of latent and rotated key rounded up to powers of two.
+One program computes some heads for one query of a sequence, or for several queries of a chunk. It loops over tiles of
+cached tokens and loads each tile once: the latents of a tile are the keys of all heads and also their values.
+
+For decodes the context of a sequence is divided into splits, and a second kernel combines their results. The grid
+depends only on the number of sequences and of splits, so that a CUDA graph can be replayed with other context lengths.
+
+The constants of the kernels are:
+
+    PAIRS         pairs (query, head) of a program, at least 16 for the tensor cores
+    TILE          cached tokens of a tile
+    RANK, DIMS    width of the latent, and this width rounded up to a power of two
+    ROTATED, ROTARY_DIMS   width of the rotated part of the key, and this width rounded up to a power of two
 """
 
 from __future__ import annotations
@@ -29,9 +36,10 @@ from meshwright.kernels.paged_prefill_triton import MIN_SEQUENCES, find_chunk
 
 
 def latent_launch(heads: int, itemsize: int, *, chunk: bool) -> AttentionLaunch:
-    """Launch parameters for queries of `itemsize` bytes; fp32 has no tensor cores, so its tiles are small.
+    """Return the launch parameters for queries of `itemsize` bytes; `chunk` for chunks of a prompt, else for decodes.
 
-    64 pairs are an instruction of Hopper's tensor cores. A decode with few heads waits for memory, so its programs are small and many.
+    fp32 has no tensor cores, so its tiles are small. An instruction of Hopper's tensor cores computes 64 pairs. A decode
+    with few heads waits for memory, so many small programs are faster there.
     """
     if itemsize > 2:
         return AttentionLaunch(16, warps=8, stages=1, pairs=16)
@@ -52,10 +60,15 @@ def latent_decode(
     splits: int,
     launch: AttentionLaunch | None = None,
 ) -> None:
-    """Sums of latents of one query for each sequence, q `(sequences, heads, rank)`, into `out`; see `latent_attention`."""
+    """Write the attention of one query per sequence into `out` `(sequences, heads, rank)`: weighted means of latents.
+
+    q is `(sequences, heads, rank)`; the other tensors are those of `latent_attention`. Scores are multiplied by `scale`.
+    Each context is divided into at most `splits` parts, which separate programs compute.
+    """
     sequences = len(context_lengths)
     heads, rank = q.shape[1:]
     launch = launch or latent_launch(heads, q.element_size(), chunk=False)
+    # Placeholders: with one split the kernel writes to `out` and does not use `logarithms`.
     partial = out
     logarithms = out
     if splits > 1:
@@ -111,7 +124,11 @@ def latent_chunks(
     scale: float,
     launch: AttentionLaunch | None = None,
 ) -> None:
-    """Sums of latents of the `queries` rows of q `(…, heads, rank)` from `query_starts[0]` on, into the same rows of `out`."""
+    """Write the attention of chunks of prompts into `out`: weighted means of latents, `(…, heads, rank)`.
+
+    The chunks have `queries` queries together: the rows of q `(…, heads, rank)` from `query_starts[0]` on. The results go
+    to the same rows of `out`. The other tensors are those of `latent_attention`.
+    """
     sequences = len(context_lengths)
     heads = q.shape[1]
     launch = launch or latent_launch(heads, q.element_size(), chunk=True)
@@ -137,6 +154,7 @@ def latent_chunks(
 
 
 def _shape(q: Tensor, q_rotated: Tensor, cache_layer: Tensor, launch: AttentionLaunch) -> dict[str, Any]:
+    """Return the constants that both kernels are compiled with."""
     rank = q.shape[2]
     rotated = q_rotated.shape[2]
     return {
@@ -167,7 +185,11 @@ def _load_columns(
     SIZE: tl.constexpr,
     DIMS: tl.constexpr,
 ) -> tl.tensor:
-    """SIZE columns from `base` on of the tokens `start` to start + TILE - 1, `(TILE, DIMS)`; 0 from token `length` on."""
+    """Load the tokens `start` to start + TILE - 1 of the cache: SIZE numbers of each from `base` on, `(TILE, DIMS)`.
+
+    `blocks` is the result of `tile_blocks`. Tokens from `length` on, and numbers from SIZE on, are 0. WIDTH is the number
+    of elements per cached token.
+    """
     token = tl.arange(0, TILE)
     dim = tl.arange(0, DIMS)
     if BLOCK % TILE == 0:
@@ -181,7 +203,7 @@ def _load_columns(
 
 @triton.jit
 def _load_queries(q, offsets, used, SIZE: tl.constexpr, DIMS: tl.constexpr, SCALED: tl.constexpr) -> tl.tensor:
-    """The queries whose first numbers are at q + offsets, `(PAIRS, DIMS)`."""
+    """Load the queries `(PAIRS, DIMS)` whose first numbers are at q + offsets; with SCALED, in the dtype for fp8 keys."""
     dim = tl.arange(0, DIMS)
     queries = tl.load(q + offsets[:, None] + dim[None, :], mask=used[:, None] & (dim < SIZE)[None, :], other=0.0)
     return fp8_queries(queries) if SCALED else queries
@@ -207,17 +229,19 @@ def _attend(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Mean of the latents of the tiles `begin` to end - 1, weighted by scores; the highest scores, and sums of weights.
+    """Return attention over the tiles `begin` to end - 1 for `queries` `(PAIRS, DIMS)` and `rotary` `(PAIRS, ROTARY_DIMS)`.
 
-    The mean is 0 for queries at a `position` before all of these tokens.
+    Returns the weighted mean of the latents `(PAIRS, DIMS)`, the highest score `(PAIRS,)` in base 2, and the sum of the
+    exponentials relative to that score `(PAIRS,)`. A query sees the tokens up to its `position`; the mean is 0 for a query
+    that sees none of these tiles' tokens. `scale` includes log2(e), because the device computes powers of two.
     """
-    # Finite, so that rows without a visible token in a tile give zeros and not NaN.
+    # Finite, so that a row without a visible token in a tile gives zeros and not NaN.
     highest = tl.full([PAIRS], -1.0e30, tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     sums = tl.zeros([PAIRS, DIMS], tl.float32)
     token = tl.arange(0, TILE)
     width: tl.constexpr = RANK + ROTATED
-    # Blocks are loaded one tile ahead, so that the loads of a tile do not wait for the block table.
+    # The block numbers are loaded one tile ahead, so that the loads of a tile do not wait for the block table.
     blocks = tile_blocks(table, begin * TILE, 0, length, BLOCK, TILE)
     for tile in range(begin, end):
         start = tile * TILE
@@ -268,6 +292,11 @@ def _decode(
     SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:
+    """Compute one split of one sequence's context for PAIRS heads. Grid: (parts of the heads, splits, sequences).
+
+    With SPLIT, `out` is the fp32 buffer `(sequences, splits, heads, RANK)` and `logarithms` `(sequences, splits, heads)`
+    gets the base-2 logsumexp of each split; `combine_splits` combines them.
+    """
     part = tl.program_id(0)
     split = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -283,6 +312,7 @@ def _decode(
     queries = _load_queries(q, offsets, used, RANK, DIMS, SCALED)
     rotary = _load_queries(q_rotated, rotary_offsets, used, ROTATED, ROTARY_DIMS, SCALED)
     table = tables + long_sequence * table_stride
+    # The only query of a sequence is at its last token.
     position = tl.full([PAIRS], 0, tl.int32) + length - 1
     mean, highest, total = _attend(
         queries,
@@ -346,8 +376,12 @@ def _chunks(
     SEQUENCES: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
+    """Compute PAIRS pairs (query, head) of one chunk. Grid: (parts of the heads, parts of the queries).
+
+    The program finds its sequence with `find_chunk`. GROUP is the number of heads in a program.
+    """
     part: tl.constexpr = PAIRS // GROUP
-    # The last queries of a prompt see the most tokens, so their programs start first.
+    # The last queries of a prompt see the most tokens. Their programs start first, so that none of them ends late.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
     sequence, query_begin, count, first = find_chunk(starts, sequences, number, part, SEQUENCES)
     if first >= count:
@@ -365,6 +399,7 @@ def _chunks(
     rotary = _load_queries(q_rotated, rotary_offsets, used, ROTATED, ROTARY_DIMS, SCALED)
     table = tables + sequence.to(tl.int64) * table_stride
     position = length - count + query
+    # Position of the last query of this program; it needs the tiles up to this position.
     last = length - count + tl.minimum(first + part, count) - 1
     mean, _, _ = _attend(
         queries,

@@ -1,4 +1,4 @@
-"""The Triton kernel of `rotate_and_write_latents`; imported only with a CUDA device, as CPU builds of torch lack Triton."""
+"""The Triton kernel of `rotate_and_write_latents`. Import it only with a CUDA device, because CPU builds of torch lack Triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from meshwright.kernels.rope import RotaryTables
 
 MAX_HEADS = 16
-"""Heads of a token that one program rotates."""
+"""Most heads of a token that one program rotates."""
 
 
 def rotate_write_latents(
@@ -23,7 +23,10 @@ def rotate_write_latents(
     out: Tensor,
     rotated_key: Tensor,
 ) -> None:
-    """Rotate q into `out`, and key into `rotated_key` and the cache, and copy latent into the cache; see `latent_attention`."""
+    """Rotate q into `out`, and key into `rotated_key` and into the cache, and copy latent into the cache.
+
+    See `latent_attention.rotate_and_write_latents` for the shapes.
+    """
     tokens, heads, rotated = q.shape
     if tokens == 0:
         return
@@ -59,7 +62,10 @@ def rotate_write_latents(
 
 @triton.jit
 def _rotated(source, cos, sin, used) -> tuple[tl.tensor, tl.tensor]:
-    """Return both halves of the rotated pairs of neighbours at `source`, computed in fp32 and rounded once."""
+    """Return both halves of the rotated pairs (2i, 2i + 1) at `source`, computed in fp32 and rounded once.
+
+    `source` points to the first number of each pair. The result pairs (i, i + width / 2).
+    """
     first = tl.load(source, mask=used, other=0.0).to(tl.float32)
     second = tl.load(source + 1, mask=used, other=0.0).to(tl.float32)
     dtype = source.dtype.element_ty
@@ -68,7 +74,7 @@ def _rotated(source, cos, sin, used) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def _store_limited(target, x, used, SCALED: tl.constexpr) -> None:
-    """Store x at `target`; with SCALED limited to the range of e4m3."""
+    """Store x at `target`. With SCALED, the cache is e4m3, and x is limited to its range first."""
     if SCALED:
         x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
     tl.store(target, x.to(target.dtype.element_ty), mask=used)
@@ -101,6 +107,10 @@ def _rotate_write(
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
 ) -> None:
+    """Rotate TILE heads of q for one token, or (with part == PARTS) rotate its key and write the cache entry.
+
+    Grid: (tokens, PARTS + 1).
+    """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     half: tl.constexpr = ROTATED // 2

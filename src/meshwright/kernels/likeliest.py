@@ -1,4 +1,4 @@
-"""The likeliest tokens of scores: top-k, top-p and min-p."""
+"""Keeps the likeliest tokens of a distribution: top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import torch
 from torch import Tensor
 
 REMOVED = float("-inf")
-"""Score of a token that is not drawn."""
+"""Score of a token that cannot be drawn."""
 
 
 def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, plain: bool = False) -> Tensor:
-    """Remove all but the likeliest tokens of scores `(samples, vocab)` by top-k, then top-p among the others, and by min-p.
+    """Return `scores` `(samples, vocab)` with the score of every token that top-k, top-p or min-p excludes set to -inf.
 
-    The options are `(samples,)`; neutral are 0, 1 and 0. The likeliest token always stays, and of equal scores all stay or none. On a
-    GPU a kernel finds the thresholds without sorting; `plain` sorts there too.
+    `top_k` `(samples,)`: keep this many likeliest tokens; 0 keeps all.
+    `top_p` `(samples,)`: of the tokens that top-k keeps, keep the likeliest ones whose probabilities reach this sum; 1
+        keeps all.
+    `min_p` `(samples,)`: keep tokens of at least this fraction of the highest probability; 0 keeps all.
+
+    The likeliest token always stays. Tokens with equal scores all stay, or none of them. On a GPU a kernel finds the
+    thresholds without sorting; with `plain` the scores are sorted there too.
     """
     if scores.is_cuda and not plain:
         from meshwright.kernels.likeliest_triton import keep
@@ -22,16 +27,19 @@ def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, 
     vocab = scores.shape[1]
     ranked = scores.sort(dim=1, descending=True).values
     ranks = torch.arange(vocab, device=scores.device)
+    # Ranks from top_k on, unless their score equals that of rank top_k - 1.
     outside = (ranks >= top_k.long()[:, None]) & (top_k > 0)[:, None] & (ranked < _at(ranked, top_k))
     probabilities = ranked.masked_fill(outside, REMOVED).softmax(1)
+    # The probability of all likelier tokens.
     before = probabilities.cumsum(1) - probabilities
-    # Rounding may bring `before` to 1 although tokens follow.
+    # Rounding may bring `before` to 1 although more tokens follow; top_p = 1 must keep them.
     allowed = ~outside & ((before < top_p[:, None]) | (top_p >= 1)[:, None])
     allowed &= probabilities >= min_p[:, None] * probabilities[:, :1]
+    # The number of tokens that stay; the score of the last of them is the threshold.
     last = allowed.sum(1).clamp(min=1)
     return scores.masked_fill(scores < _at(ranked, last), REMOVED)
 
 
 def _at(ranked: Tensor, count: Tensor) -> Tensor:
-    """The `count`-th value of each row, `(rows, 1)`; `count` `(rows,)` from 1, others go to the nearest."""
+    """Return the `count`-th value of each row, `(rows, 1)`. `count` `(rows,)` starts at 1 and is clamped to the row."""
     return ranked.gather(1, (count.long().clamp(1, ranked.shape[1]) - 1)[:, None])

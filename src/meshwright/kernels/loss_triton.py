@@ -1,8 +1,8 @@
-"""The Triton kernel of `kernels.loss`; imported only with a CUDA device, as CPU builds of torch lack Triton.
+"""The Triton kernels of `kernels.loss`. Import them only with a CUDA device, because CPU builds of torch lack Triton.
 
-It moves 6 bytes per bf16 logit: one read for the logsumexp, one read and one write for the gradient. On an H200 it runs at
-memory bandwidth, 0.78 ms for 4,096 tokens of 128,256 logits; processing fewer rows at a time did not keep the second
-read in the L2 cache.
+The gradient kernel moves 6 bytes per bf16 logit: one read for the logsumexp, then one read and one write for the
+gradient. On an H200 it runs at memory bandwidth: 0.78 ms for 4,096 tokens of 128,256 logits. Processing fewer rows at a
+time did not keep the logits in the L2 cache for the second read.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192
-"""Logits that one program has in registers: 16 per thread."""
+"""Logits that a program loads at a time: 16 per thread."""
 WARPS = 16
 LOG2_E = tl.constexpr(1.4426950408889634)
-"""log2(e): the device computes powers of two only."""
+"""log2(e). The device computes powers of two only."""
 MIN_LOGIT = tl.constexpr(-1e30)
-"""Lower than every logit; subtracted from itself it is 0, where minus infinity would give NaN."""
+"""Lower than every logit. MIN_LOGIT - MIN_LOGIT is 0, but -inf - -inf would be NaN."""
 
 
 def gradient_in_place(
     logits: Tensor, targets: Tensor, z_loss: float = 0.0, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy times `weights` and squared log-sum-exp of each row of logits `(tokens, vocab)` in fp32, 0 for a negative target.
+    """Return the losses and the squared logsumexps of all rows, both `(tokens,)` in fp32, and put the gradient into `logits`.
 
-    The gradient of weight · cross-entropy + `z_loss` · square replaces the logits; `weights` `(tokens,)` fp32, None: all 1. Without
-    `z_loss` the squares are one scalar 0.
+    `logits` is `(tokens, vocab)`, `targets` `(tokens,)`; a negative target gives loss, square and gradient 0.
+    `weights` `(tokens,)` in fp32 multiply the cross-entropy; None means 1. Without `z_loss` the squares are a scalar 0.
+
+    The gradient is that of weight · cross-entropy + `z_loss` · logsumexp² for each row.
     """
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -50,9 +52,9 @@ def gradient_in_place(
 
 
 def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probabilities `(tokens,)` in fp32 of the targets by logits `(tokens, vocab)`; 0 where the target is negative.
+    """Return the log-probability of each target, `(tokens,)` in fp32; 0 where the target is negative.
 
-    The bits of a row's result do not depend on the other rows.
+    `logits` is `(tokens, vocab)`, `targets` `(tokens,)`. The bits of a row's result do not depend on the other rows.
     """
     rows, columns = logits.shape
     found = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -63,8 +65,8 @@ def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
 
 @triton.jit
 def _log_sum(start, columns, block: tl.constexpr) -> tl.tensor:
-    """Logarithm to base 2 of the sum of the exponentials of the row at `start`."""
-    # Each lane has its own maximum and sum (Milakov & Gimelshein 2018): a shared maximum would need a reduction at every block.
+    """Return the logarithm to base 2 of the sum of exp(logit) over the row at `start`, `columns` logits."""
+    # Each lane keeps its own maximum and sum (Milakov & Gimelshein 2018): a common maximum needs a reduction per block.
     maximum = tl.full([block], MIN_LOGIT, tl.float32)
     total = tl.zeros([block], tl.float32)
     for first in range(0, columns, block):
@@ -79,6 +81,7 @@ def _log_sum(start, columns, block: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _log_probability(logits, targets, found, columns, stride, block: tl.constexpr) -> None:
+    """Compute the log-probability of one row's target."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     target = tl.load(targets + row)
@@ -102,6 +105,10 @@ def _gradient(
     has_z: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    """Compute the loss and the gradient of one row; the gradient replaces the logits.
+
+    The gradient of a logit is softmax · factor - weight at the target, with factor = weight + 2 · z_loss · logsumexp.
+    """
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
     target = tl.load(targets + row)

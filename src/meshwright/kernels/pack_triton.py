@@ -1,4 +1,4 @@
-"""The Triton kernel of `pack`; imported only with a CUDA device, as CPU builds of torch lack Triton."""
+"""The Triton kernel of `pack`. Import it only with a CUDA device, because CPU builds of torch lack Triton."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
+"""Elements that one program copies."""
 
 
 def copy_rows(gradient: Tensor, out: Tensor, ranks: int, offset: int, rank_elements: int) -> int:
-    """Copy the rows of each rank to `offset` of its `rank_elements` elements; return the number of elements per rank."""
+    """Copy the rows of `gradient` for each rank into `out`; return the number of copied elements per rank.
+
+    `out` has `rank_elements` elements for each rank; the copy begins at the `offset`-th of them. Missing rows become zeros.
+    """
     rows = triton.cdiv(gradient.shape[0], ranks)
     part = rows * gradient[0].numel() if rows else 0
     if part:
@@ -22,6 +26,7 @@ def copy_rows(gradient: Tensor, out: Tensor, ranks: int, offset: int, rank_eleme
 
 @triton.jit
 def _copy_rows(gradient, out, size, part, offset, rank_elements, block: tl.constexpr) -> None:
+    """Copy BLOCK elements of one rank's part. Grid: (blocks of a part, ranks)."""
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     rank = tl.program_id(1).to(tl.int64)
     inside = index < part

@@ -1,9 +1,18 @@
-"""The Triton kernels of `paged_attention` for sequences with few queries; imported only with a CUDA device.
+"""The Triton kernels of `paged_attention` for sequences with few queries. Import them only with a CUDA device.
 
-One program computes all query heads of one key/value head over a part (split) of a sequence's tokens; a second kernel combines the
-splits. The grid depends on the number of sequences and splits only, so that a CUDA graph can replay it for other lengths.
-Sizes: PAIRS is the number of pairs (query, query head of the group), at least 16 for the tensor cores; TILE is a number of tokens;
-DIMS is head_dim rounded up to a power of two.
+One program computes all query heads of one key/value head over one part (split) of a sequence's tokens. A second kernel
+combines the splits. The grid depends only on the number of sequences and of splits, so that a CUDA graph can be replayed
+with other context lengths.
+
+The constants of the kernels are:
+
+    QUERIES           queries of each sequence
+    GROUP             query heads of each key/value head
+    PAIRS             rows of a program: pairs (query, query head of the group), at least 16 for the tensor cores
+    TILE              cached tokens of a tile
+    HEAD_DIM, DIMS    head_dim, and head_dim rounded up to a power of two
+    BLOCK             tokens of a cache block
+    WINDOW            sliding window in tokens, 0 for none
 """
 
 from __future__ import annotations
@@ -19,14 +28,19 @@ from torch import Tensor
 from meshwright.kernels.dependent_launch_triton import await_previous, options
 
 TILE_BYTES = 16384
-"""Bytes of a tile of keys, of an fp8 cache half as many.
+"""Bytes of a tile of keys in bf16 or fp32. A tile of an fp8 cache has as many tokens as in bf16, and half the bytes.
 
-With values and two stages, three programs fit into the shared memory of a multiprocessor.
+A tile of keys and a tile of values in two pipeline stages are 64 KiB, so that three programs fit into the shared memory
+of a multiprocessor.
 """
 
 
 class AttentionLaunch(NamedTuple):
-    """Tokens of a tile, warps of a program, stages of the software pipeline, and pairs (query, query head) of a program."""
+    """How an attention kernel is launched.
+
+    `tile`: cached tokens of a tile. `warps`: warps of a program. `stages`: stages of Triton's software pipeline.
+    `pairs`: pairs (query, query head) that a program computes.
+    """
 
     tile: int
     warps: int
@@ -35,10 +49,11 @@ class AttentionLaunch(NamedTuple):
 
 
 def decode_launch(head_dim: int, itemsize: int, block_tokens: int, *, small: bool = False) -> AttentionLaunch:
-    """Launch parameters for a cache of numbers of `itemsize` bytes; tiles that lie in one block need no gather.
+    """Return the launch parameters for a cache of numbers of `itemsize` bytes in blocks of `block_tokens` tokens.
 
-    Found by trial on an H200: with `small` tiles more programs of bf16 fit on a multiprocessor; `paged_attention.LARGE_TILES` says where
-    they are slower.
+    A tile is at most a block of 32 or more tokens, so that its rows lie next to each other. The values were found by trial
+    on an H200. With `small`, tiles of bf16 are half as large and more programs fit on a multiprocessor;
+    `paged_attention.LARGE_TILES` says when large tiles are faster.
     """
     narrow = itemsize == 1 or (small and itemsize == 2)
     tile = min(128, max(16, TILE_BYTES // (triton.next_power_of_2(head_dim) * max(itemsize, 2))))
@@ -67,9 +82,12 @@ def paged_decode(
     least: int = 1,
     launch: AttentionLaunch | None = None,
 ) -> None:
-    """Attention of q `(sequences · queries, heads, head_dim)` into `out`; see `paged_attention.paged_attention`.
+    """Write the attention of q `(sequences · queries, heads, head_dim)` into `out` of the same shape.
 
-    Contexts are divided into `splits` parts at most, which have at least `least` tokens.
+    `queries` is the number of queries of each sequence. Each context is divided into at most `splits` parts of at least
+    `least` tokens. `window`: a query sees this many last tokens, itself included; None: all. `scales` are those of an fp8
+    cache, `(2, kv_heads)`: of keys, then of values. `sinks` is `(heads,)`. `cap` limits scores to ±cap by tanh.
+    `cache_layer`, `block_tables` and `context_lengths` are those of `paged_attention.paged_attention`.
     """
     sequences = len(context_lengths)
     heads, head_dim = q.shape[1:]
@@ -86,12 +104,14 @@ def paged_decode(
         "TILE": launch.tile,
     }
     least = triton.cdiv(least, launch.tile)
+    # Placeholders: with one split the kernel writes to `out` and does not use `logarithms`.
     partial = out
     logarithms = out
     if splits > 1:
         partial = q.new_empty(sequences * kv_heads * splits * rows, head_dim, dtype=torch.float32)
         logarithms = q.new_empty(len(partial), dtype=torch.float32)
-    # Blocks are given to multiprocessors in this order. Parts that a context does not have come last, so that the others are spread evenly.
+    # Programs start in the order of the grid, splits last. A short context leaves its last splits empty, so the empty
+    # programs come at the end and the full ones are spread evenly over the multiprocessors.
     _decode[(kv_heads, sequences, splits)](
         q,
         cache_layer,
@@ -134,12 +154,12 @@ def paged_decode(
 
 @triton.jit
 def fp8_queries(queries) -> tl.tensor:
-    """Queries for matmuls with e4m3 numbers, in fp16 instead of bf16.
+    """Return the queries in the dtype for matmuls with e4m3 keys: fp16 instead of bf16, other dtypes unchanged.
 
-    fp16 has all numbers of e4m3, and the conversion is one instruction; bf16 takes several.
+    fp16 represents all e4m3 numbers, and the conversion of the keys is one instruction; to bf16 it takes several.
     """
     if queries.dtype == tl.bfloat16:
-        # The largest numbers of bf16 are not numbers of fp16.
+        # bf16 has larger numbers than fp16, whose largest is 65504.
         wide = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
         queries = wide.to(tl.float16)
     return queries
@@ -147,12 +167,16 @@ def fp8_queries(queries) -> tl.tensor:
 
 @triton.jit
 def tile_blocks(table, start, low, end, BLOCK: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
-    """The block of the tile of tokens from `start` on, or the block of each of its tokens; 0 outside [low, end)."""
+    """Return the cache blocks of the tile of tokens from `start` on, as int64.
+
+    If a tile lies within one block (TILE divides BLOCK) this is one number, else one number per token, `(TILE,)`.
+    Tokens outside [low, end) give block 0.
+    """
     if BLOCK % TILE == 0:
         return tl.load(table + start // BLOCK, mask=start < end, other=0).to(tl.int64)
     else:
         position = start + tl.arange(0, TILE)
-        # A tile may begin before the window, where blocks are freed, and end behind the last block.
+        # A tile may begin before the window, where blocks are freed, and it may reach past the last block.
         inside = (position >= low) & (position < end)
         return tl.load(table + position // BLOCK, mask=inside, other=0).to(tl.int64)
 
@@ -171,9 +195,10 @@ def load_tile(
     DIMS: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """The tokens `start` to start + TILE - 1 of keys or values, `(TILE, DIMS)`; with MASKED, tokens outside [low, end) are 0.
+    """Load the tokens `start` to start + TILE - 1 of keys or values, `(TILE, DIMS)`.
 
-    `base` points to the keys or values of the head in block 0.
+    `base` points to the keys or values of this head in block 0. `blocks` is the result of `tile_blocks`. With MASKED,
+    tokens outside [low, end) are 0; without it all tokens must be inside.
     """
     token = tl.arange(0, TILE)
     dim = tl.arange(0, DIMS)
@@ -193,14 +218,18 @@ def load_tile(
 
 @triton.jit
 def sink_scores(pointers, used) -> tuple[tl.tensor, tl.tensor]:
-    """The highest score of each row so far, in base 2, and the sum of exponentials relative to it: those of its sink alone."""
+    """Return the state of the softmax after each row's sink: its score in base 2, and 1 as the sum of exponentials.
+
+    `pointers` `(PAIRS,)` point to the sink of each row's query head. The sum is relative to the highest score so far, and
+    the sink is the only score so far.
+    """
     highest = tl.load(pointers, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
     return highest, tl.full(highest.shape, 1.0, tl.float32)
 
 
 @triton.jit
 def capped_scores(scores, scale, CAP: tl.constexpr) -> tl.tensor:
-    """CAP · tanh(score / CAP) in base 2, of matmuls whose `scale` gives scores in base 2."""
+    """Return CAP · tanh(x / CAP) in base 2 for scores x; `scores` · `scale` is x · log2(e)."""
     highest: tl.constexpr = CAP * 1.4426950408889634
     return (2.0 * tl.sigmoid(scores * (2.0 * scale / highest)) - 1.0) * highest
 
@@ -209,9 +238,12 @@ def capped_scores(scores, scale, CAP: tl.constexpr) -> tl.tensor:
 def split_tiles(
     length, split, splits, least, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """First tile of a split, and the first behind it: visible tiles in equal parts of at least `least` tiles.
+    """Return the first tile of a split, and the first tile after it.
 
-    Splits behind the last part are empty.
+    The tiles that the queries can see are divided into equal parts of at least `least` tiles, at most `splits` parts.
+    A split number from the number of parts on gets an empty range: begin == end.
+
+    Example: 10 visible tiles, 4 splits, least = 3 give 3 parts, the tiles [0, 3), [3, 6) and [6, 10). Split 3 is empty.
     """
     first = 0
     if WINDOW > 0:
@@ -252,6 +284,11 @@ def _decode(
     SPLIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Compute one split of one sequence for one key/value head. Grid: (kv_heads, sequences, splits).
+
+    With SPLIT, `out` is the fp32 buffer `(sequences, kv_heads, splits, QUERIES · GROUP, HEAD_DIM)`, and `logarithms`
+    gets the base-2 logsumexp of each row of it. `scale` includes log2(e).
+    """
     await_previous(DEPENDENT)
     head = tl.program_id(0)
     sequence = tl.program_id(1)
@@ -266,7 +303,7 @@ def _decode(
     used = (row < QUERIES * GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     source = (sequence * QUERIES + row // GROUP).to(tl.int64) * q_stride + (head * GROUP + row % GROUP) * HEAD_DIM
     queries = tl.load(q + source[:, None] + dim[None, :], mask=used, other=0.0)
-    position = length - QUERIES + row // GROUP
+    position = length - QUERIES + row // GROUP  # the queries are the last QUERIES tokens of the sequence
     low = 0
     if WINDOW > 0:
         low = tl.maximum(length - QUERIES - WINDOW + 1, 0)
@@ -276,13 +313,13 @@ def _decode(
     if SCALED:
         scale = scale * tl.load(scales + head)
         queries = fp8_queries(queries)
-    # Finite, so that rows without a visible token in a tile give zeros and not NaN.
+    # Finite, so that a row without a visible token in a tile gives zeros and not NaN.
     highest = tl.full([PAIRS], -1.0e30, tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     sums = tl.zeros([PAIRS, DIMS], tl.float32)
-    if SINKS and split == 0:  # the sink has no value, so that it adds to the first part's divisor only
+    if SINKS and split == 0:  # a sink has no value: it only adds to the divisor, and only once, in the first split
         highest, total = sink_scores(sinks + head * GROUP + row % GROUP, row < QUERIES * GROUP)
-    # Blocks are loaded one tile ahead, so that the loads of a tile do not wait for the block table.
+    # The block numbers are loaded one tile ahead, so that the loads of a tile do not wait for the block table.
     blocks = tile_blocks(table, begin * TILE, low, length, BLOCK, TILE)
     for tile in range(begin, end):
         start = tile * TILE
@@ -305,6 +342,7 @@ def _decode(
         sums = sums * shrink[:, None]
         sums = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), sums, input_precision="ieee")
         highest = higher
+    # A split without visible tokens for a row has the sum 0; its result is 0.
     divisor = tl.where(total > 0, total, 1.0)
     sums = sums / divisor[:, None]
     if SCALED:
@@ -335,7 +373,11 @@ def combine_splits(
     SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """The sum of the splits' results, weighted by the sums of their exponentials, of one query head."""
+    """Write the attention of one query head into `out`: the mean of the splits' results, weighted by exp2(logarithms).
+
+    Grid: (QUERIES · GROUP, kv_heads, sequences). `partial` and `logarithms` are what `_decode` stored with SPLIT.
+    Empty splits are not read.
+    """
     await_previous(DEPENDENT)
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -344,6 +386,7 @@ def combine_splits(
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, DIMS)
     begin, end = split_tiles(tl.load(lengths + sequence), split, splits, least, QUERIES, WINDOW, TILE)
+    # Splits that have tokens. Only their results were stored.
     full = (split < splits) & (begin < end)
     source = ((sequence * heads + head).to(tl.int64) * splits + split) * (QUERIES * GROUP) + row
     logarithm = tl.load(logarithms + source, mask=full, other=-1.0e30)

@@ -1,8 +1,10 @@
-"""The Triton kernel of `paged_attention` for chunks of prompts; imported only with a CUDA device.
+"""The Triton kernel of `paged_attention` for chunks of prompts. Import it only with a CUDA device.
 
-One program computes all query heads of one key/value head for some consecutive queries of a sequence, over the cache from the first
-visible token on. Tiles of tokens begin at multiples of TILE and are added in ascending order, so that the bits of a query's
-result do not depend on where its chunk begins.
+One program computes all query heads of one key/value head for several consecutive queries of a sequence. It loops over
+the cached tokens from the first visible one on. Tiles of tokens begin at multiples of TILE and are added in ascending
+order. So the bits of a query's result do not depend on where its chunk begins.
+
+The constants are those of `paged_decode_triton`.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from meshwright.kernels.paged_decode_triton import (
 )
 
 MIN_SEQUENCES = 256
-"""Sequences among which a program finds its own: as many as a usual batch has, so that one variant is compiled."""
+"""Least size of the table in which a program searches its sequence. Most batches have fewer sequences, so that one
+compiled variant serves them all."""
 
 
 def prefill_launch(head_dim: int, itemsize: int) -> AttentionLaunch:
-    """Launch parameters for queries of `itemsize` bytes; fp32 has no tensor cores, so its tiles are small."""
+    """Return the launch parameters for queries of `itemsize` bytes. fp32 has no tensor cores, so its tiles are small."""
     wide = head_dim > 128
     if itemsize > 2:
         return AttentionLaunch(16, warps=4, stages=1, pairs=16 if wide else 32)
@@ -49,7 +52,11 @@ def paged_prefill(
     cap: float | None = None,
     launch: AttentionLaunch | None = None,
 ) -> None:
-    """Attention of the `queries` rows of q `(…, heads, head_dim)` from `query_starts[0]` on, into the same rows of `out`."""
+    """Write the attention of chunks of prompts into `out`.
+
+    The chunks have `queries` queries together: the rows of q `(…, heads, head_dim)` from `query_starts[0]` on. The results
+    go to the same rows of `out`. The options are those of `paged_decode_triton.paged_decode`.
+    """
     sequences = len(context_lengths)
     heads, head_dim = q.shape[1:]
     kv_heads = cache_layer.shape[2]
@@ -91,11 +98,17 @@ def paged_prefill(
 def find_chunk(
     starts, sequences, number, part: tl.constexpr, SEQUENCES: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """A program's sequence, this one's first query and their count, and the first of these that the program computes.
+    """Return which queries the program `number` computes: (sequence, query_begin, count, first).
 
-    Without queries left for the program the last result is at least the count.
+    `query_begin` is the row of the sequence's first query in q, and `count` the number of its queries. The program computes
+    `part` queries from the sequence's query `first` on. If first >= count there is nothing left to compute.
+
+    A sequence gets one program per `part` queries, rounded up, and sometimes one more that has nothing to do. So the grid
+    is known without reading `starts`: queries // part + sequences programs.
     """
-    # Sequence s gets the programs from first_program(s) on: at least as many as it has parts of `part` queries.
+    # first_program[s] = (queries before sequence s) // part + s. It grows by at least ⌈count / part⌉ from s to s + 1.
+    # Example with part = 4 and chunks of 5, 3 and 8 queries: `begins` is 0, 5, 8 and `first_program` 0, 2, 4. Programs 0 and 1
+    # compute the first sequence (queries 0 to 3, and 4), program 2 the second; program 3 has nothing to do.
     candidate = tl.arange(0, SEQUENCES)
     begins = tl.load(starts + candidate, mask=candidate < sequences, other=0)
     first_program = (begins - tl.load(starts)) // part + candidate
@@ -130,7 +143,11 @@ def _attend(
     CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add the tiles `begin` to end - 1; with MASKED, some of their tokens are not visible to some of the queries."""
+    """Add the tiles `begin` to end - 1 to the running softmax (sums, highest, total), and return it.
+
+    `sums` `(PAIRS, DIMS)`: weighted values. `highest` `(PAIRS,)`: the highest score in base 2. `total` `(PAIRS,)`: the sum
+    of the exponentials relative to it. MASKED is needed where some query does not see every token of the tiles.
+    """
     token = tl.arange(0, TILE)
     blocks = tile_blocks(table, begin * TILE, low, length, BLOCK, TILE)
     for tile in range(begin, end):
@@ -145,7 +162,7 @@ def _attend(
             if WINDOW > 0:
                 visible = visible & (position[:, None] - key < WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
-        # The same operations with and without a mask, so that both round alike.
+        # The operations are the same with and without a mask, so that both round alike.
         factor = 1.0 if CAP > 0 else scale
         higher = tl.maximum(highest, tl.max(scores, 1) * factor)
         weights = tl.exp2(scores * factor - higher[:, None])
@@ -192,10 +209,15 @@ def _prefill(
     SINKS: tl.constexpr,
     CAP: tl.constexpr,
 ) -> None:
+    """Compute `part` queries of one sequence for one key/value head. Grid: (kv_heads, parts of the queries).
+
+    The visible tiles have three ranges: tiles that the window's lower end cuts (masked), tiles that every query sees
+    fully (without mask, faster), and tiles that the causal limit cuts (masked).
+    """
     head = tl.program_id(0)
     heads = tl.num_programs(0)
     part: tl.constexpr = PAIRS // GROUP
-    # The last queries of a prompt see the most tokens, so their programs start first.
+    # The last queries of a prompt see the most tokens. Their programs start first, so that none of them ends late.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
     sequence, query_begin, count, first = find_chunk(starts, sequences, number, part, SEQUENCES)
     if first >= count:
@@ -209,6 +231,7 @@ def _prefill(
     head_offset = (head * GROUP + row % GROUP) * HEAD_DIM
     queries = tl.load(q + (source * q_stride + head_offset)[:, None] + dim[None, :], mask=used, other=0.0)
     position = length - count + query
+    # `lowest` and `last` are the positions of the first and the last query of this program.
     lowest = length - count + first
     last = length - count + tl.minimum(first + part, count) - 1
     end = (last + TILE) // TILE
@@ -224,10 +247,12 @@ def _prefill(
         highest, total = sink_scores(sinks + head * GROUP + row % GROUP, row < part * GROUP)
     begin = 0
     low = 0
+    # Tiles before `full_end` have only tokens up to `lowest`, which all queries see.
     full_end = (lowest + 1) // TILE
     if WINDOW > 0:
         low = tl.maximum(lowest - WINDOW + 1, 0)
         begin = low // TILE
+        # Tiles from `full_begin` on lie within the window of all queries.
         full_begin = tl.maximum(tl.minimum((tl.maximum(last - WINDOW + 1, 0) + TILE - 1) // TILE, full_end), begin)
         sums, highest, total = _attend(
             sums,

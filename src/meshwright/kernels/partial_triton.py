@@ -1,7 +1,8 @@
-"""A Triton kernel that combines two partial results of attention, for `kernels.partial`; imported only with a CUDA device.
+"""A Triton kernel that combines two partial results of attention, for `kernels.partial`. Import it only with CUDA.
 
-Samples that ranks divide have another length each time, and their parts are slices with other strides. A compiled function is compiled
-again for each kind of slice, and torch gives up after eight; this kernel takes lengths and strides as numbers.
+With context parallelism every sample has another length, and the parts of it are slices with different strides. A function
+compiled by torch would be compiled again for each kind of slice, and torch gives up after eight. This kernel takes
+lengths and strides as ordinary numbers.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""Elements per program, of whole heads of one query."""
+"""Elements per program. A program takes whole heads of one query."""
 
 
 def combine(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
-    """Overwrite `out` `(batch, queries, heads, head_dim)` and `logsumexp` `(batch, heads, queries)` with the combined result.
+    """Overwrite `out` and `logsumexp` with the attention over the keys of both partial results.
 
-    `other` and `other_logsumexp` have the same shapes; any may be a slice. `out`, `logsumexp` and `other_logsumexp` are fp32 or fp64.
+    `out` and `other` are `(batch, queries, heads, head_dim)`; the logsumexps are `(batch, heads, queries)`. Any tensor may
+    be a slice. `out`, `logsumexp` and `other_logsumexp` are fp32 or fp64.
     """
     batch, queries, heads, head_dim = out.shape
     if not out.numel():
@@ -62,6 +64,10 @@ def _combine(
     block: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
+    """Combine `block` heads of one query. Grid: (batch · queries, parts of the heads).
+
+    `out_batch`, `out_query` … are the strides of the tensors in elements.
+    """
     batch = (tl.program_id(0) // queries).to(tl.int64)
     query = (tl.program_id(0) % queries).to(tl.int64)
     head = tl.program_id(1) * block + tl.arange(0, block)

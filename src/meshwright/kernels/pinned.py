@@ -1,4 +1,4 @@
-"""Pinned (page-locked) host memory: copies to and from it run at the full rate of the link and overlap compute."""
+"""Pinned (page-locked) host memory. Copies to and from it run at the full rate of the link and overlap with compute."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from meshwright.spec.errors import OutOfResources
 
 PAGE = mmap.PAGESIZE
 PIN_BYTES = 256 << 20
-"""Size of the parts in which memory is pinned beside training, between which the main thread can call the driver.
+"""Size in bytes of the parts in which a thread pins memory while training runs.
 
-No copy may cross two parts.
+The CUDA driver is locked while a part is pinned. Between two parts the main thread can call it. A single copy must not
+read or write two parts; see `slices_within_parts`.
 """
 
 
 def allocate_pinned(owner: object, size: int, purpose: str, *, in_parts: bool = False) -> Tensor:
-    """Return `size` zero bytes of pinned host memory, which is unlocked when `owner` is garbage-collected.
+    """Return `size` zero bytes of pinned host memory. It is unpinned when `owner` is garbage-collected.
 
-    With `in_parts` it is pinned in parts of `PIN_BYTES`, for threads beside training.
+    With `in_parts` the memory is pinned in parts of `PIN_BYTES`; use this in a thread while training runs.
 
-    torch rounds its own pinned buffers up to a power of two (at worst twice the bytes), and allocates them four times as slowly. Raises
-    OutOfResources, which names the `purpose`, when host memory cannot be locked.
+    torch's own pinned buffers are rounded up to a power of two (at worst twice the bytes), and their allocation takes four
+    times as long. Raises OutOfResources, which names the `purpose`, when host memory cannot be pinned.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    # The buffer has pages of its own, because no page may be locked twice. It begins at a page, because torch looks a buffer up in the
-    # CUDA runtime by its first address.
+    # The buffer has its own pages, because no page may be pinned twice. It begins at a page, because torch asks the CUDA
+    # runtime by a buffer's first address whether it is pinned.
     try:
         pages = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
@@ -40,7 +41,7 @@ def allocate_pinned(owner: object, size: int, purpose: str, *, in_parts: bool = 
     with suppress(OSError):  # the kernel may lack huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    # Allocates the pages with all threads of the rank; cudaHostRegister would allocate them with one thread, many times as slowly.
+    # This allocates the pages with all threads of the rank; cudaHostRegister would do it with one thread, much more slowly.
     buffer.zero_()
     for part in buffer.split(PIN_BYTES) if in_parts else (buffer,):
         if not pin_pages(owner, part):
@@ -49,10 +50,11 @@ def allocate_pinned(owner: object, size: int, purpose: str, *, in_parts: bool = 
 
 
 def pin_pages(owner: object, pages: Tensor) -> bool:
-    """Lock the whole pages behind a byte tensor of the host until `owner` is garbage-collected; False if the driver refuses.
+    """Pin the pages of a byte tensor until `owner` is garbage-collected. Return False if the driver refuses.
 
-    The pages stay mapped as long as they are locked. If they were unmapped before, the driver would still take their addresses for
-    pinned memory: the next buffer that the host puts there is copied to and from the old pages, so its contents are wrong without an error.
+    `pages` must begin at a page and consist of whole pages of host memory. They stay mapped as long as they are pinned.
+    If pinned pages were unmapped, the driver would still take their addresses for pinned memory. The next buffer
+    at these addresses would then be copied to and from the old pages: wrong contents without an error.
     """
     runtime: Any = torch.cuda.cudart()
     if int(
@@ -66,11 +68,15 @@ def pin_pages(owner: object, pages: Tensor) -> bool:
 
 
 def _unpin(runtime: Any, pages: Tensor) -> None:
+    """Unpin the pages of a tensor. `pages` is an argument so that the pages stay mapped until then."""
     runtime.cudaHostUnregister(pages.data_ptr())
 
 
 def slices_within_parts(start: int, count: int) -> Iterator[slice]:
-    """Slices of `count` bytes that begin at byte `start` of pinned memory, cut where two parts of `PIN_BYTES` meet."""
+    """Divide `count` bytes from byte `start` of pinned memory on, so that no slice is in two parts of `PIN_BYTES`.
+
+    Yields slices of range(count), relative to `start`.
+    """
     done = 0
     while done < count:
         end = min(count, done + PIN_BYTES - (start + done) % PIN_BYTES)

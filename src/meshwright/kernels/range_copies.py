@@ -1,7 +1,8 @@
-"""Copies of memory ranges with checksums of the bytes read, for cache blocks in memory that another process owns.
+"""Copies memory ranges and computes checksums of the bytes read, for cache blocks in memory that another process owns.
 
-Ranges are given by address, since a process that maps another's memory has no tensor of it. The sums are those of `checksum.digests`, so
-that either side computes them alone. On CUDA one Triton kernel copies all ranges and computes their sums.
+Ranges are given by address, because a process that maps another process's memory has no tensor of it. The checksums are
+those of `checksum.digests`, so that either process can compute them alone. On CUDA one Triton kernel copies all ranges and
+computes their checksums.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from torch import Tensor
 from meshwright.kernels.checksum import digests
 
 ALIGNMENT = 16
-"""Addresses and sizes of ranges are multiples of it, so that each thread copies 16 bytes at a time."""
+"""Addresses and sizes of ranges must be multiples of this many bytes, so that each thread copies 16 bytes at a time."""
 
 
 def copy_ranges(ranges: Tensor, device: torch.device) -> Tensor:
-    """Copy all ranges after the earlier work of the device's stream; both sums of each, int64 `(ranges, 2)` on `device`.
+    """Copy all ranges after earlier work of the device's stream, and return both checksums of each range.
 
-    `ranges` `(ranges, 3)`, int64 on the CPU, has the address, the address of the copy, and the number of bytes of each; without a copy,
-    that address is 0. Addresses are of the memory of `device` or of memory that it maps. The caller makes sure that the ranges are there
-    and that no copy overlaps another range. The host does not wait for the device.
+    `ranges` `(ranges, 3)`, int64 on the CPU: source address, target address, and number of bytes. A target address of 0
+    means that the range is only read. Addresses belong to memory of `device`, or to memory that it maps.
+
+    The result is int64 `(ranges, 2)` on `device`. The caller ensures that the addresses are valid, and that no target
+    overlaps another range. The host does not wait for the device.
     """
     assert not (ranges % ALIGNMENT).any(), "addresses and sizes are aligned"
     if device.type == "cuda":
@@ -36,5 +39,5 @@ def copy_ranges(ranges: Tensor, device: torch.device) -> Tensor:
 
 
 def _bytes_at(address: int, size: int) -> Tensor:
-    """Host memory as a tensor."""
+    """Return `size` bytes of host memory at `address` as a tensor, without a copy."""
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)

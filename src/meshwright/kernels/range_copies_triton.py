@@ -1,4 +1,4 @@
-"""The Triton kernel of `range_copies.copy_ranges`; imported only where it runs, as CPU builds of torch lack Triton."""
+"""The Triton kernel of `range_copies.copy_ranges`. Import it only where it runs, because CPU builds of torch lack Triton."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from meshwright.kernels.checksum import COLUMNS
 
 TILES = 8
-"""Tiles of `COLUMNS` words that one program copies."""
+"""Number of tiles, of `COLUMNS` words each, that one program copies."""
 WORD_BYTES = 8
 
 
 def fused_copy(ranges: Tensor, device: torch.device) -> Tensor:
-    """Copy ranges as `copy_ranges` says."""
+    """Copy ranges and return their checksums; see `range_copies.copy_ranges`."""
     sums = torch.zeros(len(ranges), 2, dtype=torch.int64, device=device)
     programs = triton.cdiv(int(ranges[:, 2].max()), TILES * COLUMNS * WORD_BYTES)
     if device.type == "cuda":
@@ -27,9 +27,10 @@ def fused_copy(ranges: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def _copy_ranges(ranges, sums, COLUMNS: tl.constexpr, TILES: tl.constexpr) -> None:
+    """Copy one part of one range, and add its words to the checksums. Grid: (ranges, parts of the longest range)."""
     index = tl.program_id(0)
     part = tl.program_id(1)
-    # The compiler must know that pointers and numbers of words are aligned, or each load has 8 bytes.
+    # The compiler must know that the pointers and the word counts are aligned; otherwise each load has only 8 bytes.
     source = tl.multiple_of(tl.load(ranges + index * 3).to(tl.pointer_type(tl.int64)), 16)
     address = tl.load(ranges + index * 3 + 1)
     target = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)

@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al. 2021), with the frequency scalings of Llama 3.1, YaRN and LongRoPE, and linear scaling.
+"""Rotary position embedding (Su et al. 2021), with these frequency scalings: Llama 3.1, YaRN, LongRoPE, linear.
 
-The tables are computed once per forward and passed to every layer. They are not buffers, so a model on the meta device
-has none to fill.
+The tables of cosines and sines are computed once per forward and passed to every layer. They are not buffers of a module,
+so that a model on the meta device has no tables to fill.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from meshwright.spec.blocks.positions import LongRopeScaling
 from meshwright.spec.model import RopeScaling, YarnScaling
 
 RotaryTables = tuple[Tensor, ...]
-"""Cosines and sines, and the factors of queries by position where queries grow."""
+"""Cosines and sines. In models whose queries grow with the position, a third tensor has the factors of the queries."""
 Scaling = RopeScaling | YarnScaling | LongRopeScaling | None
 
 
 def rotary_tables(
     positions: Tensor, head_dim: int, theta: float, scaling: Scaling, dtype: torch.dtype, *, length: int = 0
 ) -> RotaryTables:
-    """Cosines and sines, each `(batch or 1, seq, 1, head_dim / 2)`, for positions `(batch, seq)` or `(seq,)`.
+    """Return cosines and sines, each `(batch or 1, seq, 1, head_dim / 2)`, for positions `(batch, seq)` or `(seq,)`.
 
-    Computed and returned in fp32, or fp64 when the model's `dtype` is fp64. In fp32 the operations are
-    those of transformers, so that the tables are bit-identical also at late positions, where a different rounding of a
-    frequency changes the angle. `length`, of the longest sequence, decides between the two lists of LongRoPE.
+    They are computed and returned in fp32, or in fp64 when the model's `dtype` is fp64. In fp32 the operations are those of
+    transformers, so that the tables are bit-identical. At late positions a different rounding of a frequency would change
+    the angle. `length` is the length of the longest sequence; with LongRoPE it selects one of the two lists of divisors.
     """
     wide = accumulate_dtype(dtype)
     frequencies = _frequencies(head_dim, theta, scaling, wide, positions.device, length)
@@ -39,7 +39,10 @@ def rotary_tables(
 
 
 def query_factors(positions: Tensor, growth: float, length: int, dtype: torch.dtype) -> Tensor:
-    """Factors of queries `(batch or 1, seq, 1, 1)`, 1 + growth · log(1 + ⌊position / length⌋), for `positions` as in `rotary_tables`."""
+    """Return the factors of queries `(batch or 1, seq, 1, 1)` in `dtype`: 1 + growth · log(1 + ⌊position / length⌋).
+
+    `positions` are those of `rotary_tables`.
+    """
     wide = positions.to(accumulate_dtype(dtype)).reshape(-1, positions.shape[-1], 1, 1)
     return (1 + growth * torch.log(1 + torch.floor(wide / length))).to(dtype)
 
@@ -47,8 +50,8 @@ def query_factors(positions: Tensor, growth: float, length: int, dtype: torch.dt
 def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
     """Return x `(batch, seq, heads, head_dim)` with each pair of dimensions (i, i + width / 2) rotated, in the dtype of x.
 
-    `width`, twice the columns of the tables, is the rotated part at the start of a head. The matmuls are computed in
-    the dtype of the tables.
+    `width` is twice the last dimension of the tables. Only the first `width` numbers of a head are rotated. The
+    multiplications are computed in the dtype of the tables.
     """
     rotated, rest = _parts(x, tables)
     first, second = rotated.chunk(2, dim=-1)
@@ -56,18 +59,21 @@ def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
 
 
 def rotate_neighbours(x: Tensor, tables: RotaryTables) -> Tensor:
-    """As `rotate`, of the pairs (2i, 2i + 1) that DeepSeek's weights produce; the result has pairs (i, i + width / 2)."""
+    """Return `rotate` for weights whose pairs are neighbours (2i, 2i + 1), as in DeepSeek's models.
+
+    The result has the order of `rotate`: pairs (i, i + width / 2).
+    """
     rotated, rest = _parts(x, tables)
     first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1)
     return _joined(_rotated(first, second, tables).to(x.dtype), rest)
 
 
 ROTATIONS = {"halves": rotate, "neighbours": rotate_neighbours}
-"""The function that rotates pairs of a kind (`spec.blocks.positions.Pairs`)."""
+"""The function that rotates each kind of pairs (`spec.blocks.positions.Pairs`)."""
 
 
 def _parts(x: Tensor, tables: RotaryTables) -> tuple[Tensor, Tensor | None]:
-    """The rotated part of heads, in the dtype of the tables, and the rest of them, if there is one."""
+    """Return the rotated part of each head in the dtype of the tables, and the rest of the head, or None."""
     width = 2 * tables[0].shape[-1]
     if width == x.shape[-1]:
         return x.to(tables[0].dtype), None
@@ -86,7 +92,7 @@ def _rotated(first: Tensor, second: Tensor, tables: RotaryTables) -> Tensor:
 def _frequencies(
     head_dim: int, theta: float, scaling: Scaling, dtype: torch.dtype, device: torch.device, length: int
 ) -> Tensor:
-    """Radians per token of each pair of dimensions, `(head_dim / 2,)`."""
+    """Return the radians per token of each pair of dimensions, `(head_dim / 2,)`."""
     exponents = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
     if isinstance(scaling, LongRopeScaling):
         return 1.0 / (torch.tensor(scaling.divisors(length), dtype=dtype, device=device) * theta**exponents)
@@ -99,10 +105,11 @@ def _frequencies(
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's scaling (Grattafiori et al. 2024 §3.4).
+    """Return frequencies with Llama 3.1's scaling (Grattafiori et al. 2024 §3.4).
 
-    Long wavelengths are stretched by `factor`, short wavelengths stay, and those in between are interpolated.
+    Long wavelengths are stretched by `factor`, short wavelengths stay, and wavelengths in between are interpolated.
     """
+    # `turns`: how often a pair rotates over the original context. `keep`: the part of the original frequency that stays.
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_seq_len / wavelengths
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -111,10 +118,14 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
-    """YaRN's scaling (Peng et al. 2023, §3.2); with `truncate` the interpolated range ends at whole dimensions."""
+    """Return frequencies with YaRN's scaling (Peng et al. 2023, §3.2).
+
+    Slow pairs are divided by `factor`, fast pairs stay, and pairs in between are interpolated. With `truncate` the
+    interpolated range ends at whole numbers of pairs.
+    """
 
     def dimension(turns: float) -> float:
-        """The pair of dimensions that turns so often over the original context."""
+        """Return the (fractional) index of the pair that makes this many turns over the original context."""
         return head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension(scaling.beta_fast)
@@ -124,6 +135,7 @@ def _yarn(frequencies: Tensor, scaling: YarnScaling, head_dim: int, theta: float
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, head_dim - 1)
+    # `scaled`: 0 for fast pairs (index up to `low`), 1 for slow pairs (from `high` on), linear in between.
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
     scaled = ((pairs - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * scaled + frequencies * (1 - scaled)

@@ -1,9 +1,14 @@
-"""Rounding of activations to 8 bits, alone or fused into the operation before, for inference.
+"""Rounds activations to 8 bits for inference, alone or fused into the preceding operation.
 
-A token has one scale, or one for each 128 numbers. The numbers are those of `fp8_matmuls.quantize` by rows (e4m3), of
-`int8_matmuls.quantize`, or of `block_matmuls.quantize_groups`, of the operation's result rounded to the dtype of its
-input. On CUDA a Triton kernel computes a token in one program, so the rounded copy costs no further kernel where it is
-fused. Elsewhere, and with `plain`, the separate operators run.
+Each token has one scale, or one scale per 128 numbers. The result equals the operation's result, rounded to the dtype of
+its input, and then rounded by one of these functions:
+
+    "fp8"          `fp8_matmuls.quantize` with a scale per row (e4m3)
+    "int8"         `int8_matmuls.quantize`
+    "fp8 blocks"   `block_matmuls.quantize_groups` (e4m3)
+
+On CUDA a Triton kernel computes a token in one program. Where it is fused, the rounding costs no kernel of its own.
+Elsewhere, and with `plain`, the operators run separately.
 """
 
 from __future__ import annotations
@@ -22,21 +27,25 @@ from meshwright.kernels.swiglu import gated_activation
 from meshwright.spec.weight_scheme import FP8_BLOCK, LayerFormat
 
 RoundedMatrix = Fp8Matrix | Int8Matrix | Fp8Groups | Fp8Blocks
-"""A matrix of 8-bit numbers with a scale for each row, each 128 numbers of a row, or each block of a weight."""
+"""A matrix of 8-bit numbers with a scale per row, per 128 numbers of a row, or per block of a weight."""
 DTYPES: dict[LayerFormat, torch.dtype] = {"fp8": E4M3, "int8": torch.int8, "fp8 blocks": E4M3}
+"""dtype of the values in each format."""
 GROUPS: dict[LayerFormat, int] = {"fp8 blocks": FP8_BLOCK}
-"""Numbers of a token that share a scale; without an entry all do."""
+"""How many numbers of a token share a scale. A format without an entry has one scale per token."""
 
 
 def rounded_matrix(values: Tensor, scale: Tensor, number_format: LayerFormat) -> RoundedMatrix:
-    """Numbers of a format, and the scale of each row, or of each block of a weight."""
+    """Return stored `values` and `scale` as the matrix type of their format.
+
+    "fp8 blocks" is a weight with a scale per block. The other formats have a scale per row.
+    """
     if number_format == "fp8 blocks":
         return Fp8Blocks(values, scale)
     return Int8Matrix(values, scale) if number_format == "int8" else Fp8Matrix(values, scale)
 
 
 MAX_WIDTH = 32768
-"""Widest token that one program holds in registers."""
+"""Largest width of a token that one program holds in registers."""
 
 
 @overload
@@ -44,7 +53,7 @@ def quantize_rows(x: Tensor, number_format: Literal["fp8"] = "fp8", *, plain: bo
 @overload
 def quantize_rows(x: Tensor, number_format: LayerFormat, *, plain: bool = False) -> RoundedMatrix: ...
 def quantize_rows(x: Tensor, number_format: LayerFormat = "fp8", *, plain: bool = False) -> RoundedMatrix:
-    """x `(…, width)` in 8 bits, with scales `(…, 1)`, or those of `Fp8Groups`."""
+    """Return x `(…, width)` in 8 bits, with scales `(…, 1)`; for "fp8 blocks" the scales of `Fp8Groups`."""
     if _runs_kernel(x, plain):
         from meshwright.kernels.row_quantize_triton import round_rows
 
@@ -67,7 +76,10 @@ def quantize_add_rms_norm(
     plus_one: bool = False,
     plain: bool = False,
 ) -> tuple[Tensor, RoundedMatrix]:
-    """Return `x + delta` `(…, width)`, and its RMSNorm in 8 bits as `quantize_rows` gives it; `plus_one` as in `rms_norm`."""
+    """Return `x + delta` `(…, width)`, and its RMSNorm in 8 bits, rounded as by `quantize_rows`.
+
+    `weight` is `(width,)`; `eps` and `plus_one` are those of `norm.rms_norm`.
+    """
     equal = x.dtype == delta.dtype == weight.dtype and x.shape == delta.shape
     if equal and _runs_kernel(x, plain):
         from meshwright.kernels.row_quantize_triton import round_add_rms_norm
@@ -90,8 +102,11 @@ def quantize_add_copies_rms_norm(
     plus_one: bool = False,
     plain: bool = False,
 ) -> tuple[Tensor, RoundedMatrix]:
-    """`quantize_add_rms_norm` of x `(1, tokens, width)` and the output of an MoE layer, as of
-    `add_norm.add_copies_rms_norm`."""
+    """Return x plus the output of an MoE layer, `(1, tokens, width)`, and the RMSNorm of this sum in 8 bits.
+
+    The arguments are those of `add_norm.add_copies_rms_norm`: `copies` `(tokens, top_k, width)` and `shared`
+    `(1, tokens, width)` are the summands of the MoE layer's output.
+    """
     if x.dtype == copies.dtype == weight.dtype and _runs_kernel(x, plain):
         from meshwright.kernels.row_quantize_triton import round_add_copies_rms_norm
 
@@ -112,7 +127,7 @@ def quantize_add_copies_rms_norm(
 def quantize_gated(
     gate_up: Tensor, number_format: LayerFormat = "fp8", *, gelu: bool = False, plain: bool = False
 ) -> RoundedMatrix:
-    """`gated_activation` of `gate_up` `(…, 2·width)`, which has the gates first, in 8 bits `(…, width)`."""
+    """Return `gated_activation` of `gate_up` in 8 bits, `(…, width)`. `gate_up` `(…, 2 · width)` has the gates first."""
     if _runs_kernel(gate_up, plain, gate_up.shape[-1] // 2):
         from meshwright.kernels.row_quantize_triton import round_gated_rows
 
@@ -121,6 +136,7 @@ def quantize_gated(
 
 
 def _runs_kernel(x: Tensor, plain: bool, width: int | None = None) -> bool:
+    """Return whether the Triton kernels can compute tokens of `width` numbers (of x's width by default) of x."""
     differentiated = torch.is_grad_enabled() and x.requires_grad
     narrow = (x.shape[-1] if width is None else width) <= MAX_WIDTH
     return x.is_cuda and x.element_size() <= 4 and narrow and not plain and not differentiated

@@ -1,7 +1,10 @@
-"""The Triton kernels of `row_quantize`; imported only with a CUDA device, as CPU builds of torch lack Triton.
+"""The Triton kernels of `row_quantize`. Import them only with a CUDA device, because CPU builds of torch lack Triton.
 
-One program computes one token. `group` numbers of it, a power of two, share a scale; 0 is all of them. `dtype` is e4m3 or int8; tests in
-Triton's interpreter, which rounds wrongly to fp8, take fp32 for e4m3.
+One program computes one token. `group`, a power of two, is how many numbers of a token share a scale; 0 means all of
+them. `dtype` is e4m3 or int8. Triton's interpreter rounds wrongly to fp8, so tests that run in it store fp32 instead.
+
+Shapes: x is `(…, width)`, the result's `values` are `(…, width)`. `scale` is `(…, 1)` with `group` 0, else
+`(⌈width / group⌉, rows)` as in `block_matmuls.Fp8Groups`.
 """
 
 from __future__ import annotations
@@ -23,20 +26,24 @@ from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.kernels.swiglu_triton import gate_sigmoid
 
 ELEMENTS_PER_THREAD = 16
-"""More threads would wait longer for the reductions over a token, fewer would have too few loads in flight."""
+"""Numbers of a token per thread.
+
+With fewer numbers there are more threads, and the reductions over a token take longer. With more numbers there are
+fewer threads, and too few loads are in flight.
+"""
 MIN_MAGNITUDE = tl.constexpr(2.0**-100)
 CARRY = tl.constexpr(0x1FFFFF)
 EXPONENT = tl.constexpr(0x7F800000)
 INVERSE = tl.constexpr(254 << 23)
 LARGEST_EXPONENT = tl.constexpr(8 << 23)
-"""The constants of `fp8_matmuls.scale_of` and `inverse`, for e4m3."""
+"""MIN_MAGNITUDE to LARGEST_EXPONENT: the constants of `fp8_matmuls.scale_of` and `inverse`, for e4m3."""
 LARGEST_INTEGER = tl.constexpr(127.0)
 TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
-"""Added to a number below 2²², it rounds to an integer, ties to even."""
+"""Adding and subtracting it rounds an fp32 number below 2²² to an integer, ties to even."""
 
 
 def round_rows(x: Tensor, dtype: torch.dtype = E4M3, *, group: int = 0) -> RoundedMatrix:
-    """x in 8 bits; see `row_quantize.quantize_rows`."""
+    """Return x `(…, width)` in 8 bits; see `row_quantize.quantize_rows`."""
     x = x.contiguous()
     width = x.shape[-1]
     out = _empty(x, width, dtype, group)
@@ -55,7 +62,7 @@ def round_add_rms_norm(
     plus_one: bool = False,
     group: int = 0,
 ) -> tuple[Tensor, RoundedMatrix]:
-    """The sum, and its norm in 8 bits; see `row_quantize.quantize_add_rms_norm`."""
+    """Return the sum `(…, width)`, and its norm in 8 bits; see `row_quantize.quantize_add_rms_norm`."""
     x = x.contiguous()
     delta = delta.contiguous()
     width = x.shape[-1]
@@ -79,7 +86,10 @@ def round_add_copies_rms_norm(
     plus_one: bool = False,
     group: int = 0,
 ) -> tuple[Tensor, RoundedMatrix]:
-    """The sum with the copies' outputs, and its norm in 8 bits; see `row_quantize.quantize_add_copies_rms_norm`."""
+    """Return the sum of x and the experts' outputs, and its norm in 8 bits.
+
+    See `row_quantize.quantize_add_copies_rms_norm` for the arguments.
+    """
     x = x.contiguous()
     width = x.shape[-1]
     total = torch.empty_like(x)
@@ -104,7 +114,7 @@ def round_add_copies_rms_norm(
 def round_gated_rows(
     gate_up: Tensor, dtype: torch.dtype = E4M3, *, gelu: bool = False, group: int = 0
 ) -> RoundedMatrix:
-    """The gated activation in 8 bits; see `row_quantize.quantize_gated`."""
+    """Return the gated activation of `gate_up` `(…, 2 · width)` in 8 bits; see `row_quantize.quantize_gated`."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = _empty(gate_up, width, dtype, group)
@@ -115,8 +125,9 @@ def round_gated_rows(
 
 
 def _empty(like: Tensor, width: int, dtype: torch.dtype, group: int) -> RoundedMatrix:
+    """Return an uninitialised result for the tokens of `like`, with `width` numbers each."""
     shape = like.shape[:-1]
-    if group:  # the library's matmuls read rows behind the last token
+    if group:  # the library's matmuls read `scale_rows(rows)` rows, some of them after the last token
         rows = math.prod(shape)
         values = torch.empty((scale_rows(rows), width), dtype=dtype, device=like.device)
         scale = torch.empty((-(-width // group), scale_rows(rows)), dtype=torch.float32, device=like.device)
@@ -127,6 +138,7 @@ def _empty(like: Tensor, width: int, dtype: torch.dtype, group: int) -> RoundedM
 
 
 def _launch(out: RoundedMatrix, group: int) -> dict[str, Any]:
+    """Return the launch arguments that all kernels here share."""
     block = max(triton.next_power_of_2(out.values.shape[-1]), group)
     warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
     stride = out.scale.shape[1] if group else 0
@@ -146,16 +158,17 @@ def _store_rounded(
     WIDTH: tl.constexpr = 0,
     BLOCK: tl.constexpr = 0,
 ) -> None:
-    """Store the `numbers` of a token in 8 bits, and its scales: for fp8 powers of two; NaN if a number is not finite.
+    """Store the `numbers` `(BLOCK,)` of a token in 8 bits, and their scales.
 
-    Without GROUP a token has one scale. With it the scale of the token's group g is at `g · stride + token`.
+    Scales of fp8 are powers of two. A scale is NaN if one of its numbers is not finite. Without GROUP a token has one
+    scale, at index `token`. With GROUP the scale of the token's group g is at index `g · stride + token`.
     """
     numbers = tl.where(inside, numbers, 0.0)
     if GROUP:
         numbers = tl.reshape(numbers, (BLOCK // GROUP, GROUP))
     axis: tl.constexpr = 1 if GROUP else 0
     largest = tl.max(tl.abs(numbers), axis)
-    # A maximum may ignore NaN; a sum does not, and 0 · inf is NaN.
+    # `max` may ignore NaN, but a sum does not; and 0 · inf is NaN.
     finite = tl.sum(numbers * 0.0, axis) == 0.0
     largest = tl.maximum(largest, MIN_MAGNITUDE)
     if values.dtype.element_ty == tl.int8:
@@ -187,6 +200,7 @@ def _round_rows(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Round one token of x."""
     await_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -212,6 +226,7 @@ def _round_add_rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Add one token of x and of delta, store the sum in `total`, and round its norm."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -243,6 +258,7 @@ def _round_add_copies_rms_norm(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Add one token of x and its experts' outputs, store the sum in `total`, and round its norm."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -269,7 +285,7 @@ def _store_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Store a sum, `rounded` to its dtype, and its norm in 8 bits."""
+    """Store the sum `rounded`, which has the dtype of `total`, and its RMSNorm in 8 bits."""
     tl.store(total + offset, rounded, mask=inside)
     wide = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + eps)
@@ -289,6 +305,7 @@ def _round_gated(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Compute the gated activation of one token, and round it."""
     await_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

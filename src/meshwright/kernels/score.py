@@ -1,6 +1,7 @@
-"""One number of each token: the matmul of its hidden state with one row of weights, in fp32 whatever the dtype of both.
+"""One number (score) per token: the dot product of its hidden state and one row of weights, in fp32 for any dtype.
 
-A score that is rounded to bf16 has three digits, of which a difference of two keeps fewer. So hidden states are widened, in parts.
+A score rounded to bf16 has only three digits, and the difference of two such scores has fewer. So hidden states
+are converted to fp32, one part of the tokens at a time.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from torch.autograd.function import once_differentiable
 from meshwright.kernels.norm import accumulate_dtype
 
 PART = 1024
-"""Tokens whose hidden states are widened at a time."""
+"""Number of tokens whose hidden states are converted at a time."""
 
 
 @torch.no_grad()
 def scores(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The scores `(…)` of hidden `(…, hidden)` by weight `(1, hidden)`, without gradient."""
+    """Return the scores `(…)` of `hidden` `(…, width)` with `weight` `(1, width)`, in fp32 or fp64, without gradient."""
     wide = accumulate_dtype(hidden.dtype)
     row = weight[0].to(wide)
     parts = [part.to(wide) @ row for part in hidden.reshape(-1, hidden.shape[-1]).split(PART)]
@@ -27,11 +28,16 @@ def scores(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def weighted_sum(hidden: Tensor, weight: Tensor, factors: Tensor) -> Tensor:
-    """The sum of the scores of hidden `(tokens, hidden)`, each times its factor `(tokens,)`, a scalar. The factors have no gradient."""
+    """Return the scalar sum of score · factor over all tokens, for `hidden` `(tokens, width)` and `weight` `(1, width)`.
+
+    `factors` is `(tokens,)` and has no gradient; `hidden` and `weight` have one.
+    """
     return _WeightedSum.apply(hidden, weight, factors.to(accumulate_dtype(hidden.dtype)))
 
 
 class _WeightedSum(torch.autograd.Function):
+    """`weighted_sum`. The backward converts the hidden states in parts too."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, factors: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight, factors)

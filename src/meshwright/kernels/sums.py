@@ -1,6 +1,7 @@
-"""Sums of gradients in a wider dtype than the gradients have, at memory bandwidth.
+"""Adds and scales gradients in a wider dtype than the gradients have, at memory bandwidth.
 
-torch's operators on two dtypes load single elements: on an H200 they reach 2.8 TB/s for a sum and 1.6 TB/s for a scaled copy, of 4.2 TB/s.
+torch's operators on two dtypes load single elements: on an H200 with 4.2 TB/s they reach 2.8 TB/s for a sum and
+1.6 TB/s for a scaled copy.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor
 
 MIN_FUSED_ELEMENTS = 1 << 16
-"""With fewer elements the host needs more time to launch a Triton kernel than the device needs for torch's operator."""
+"""For fewer elements torch's operator is used: launching a Triton kernel would take the host longer than it saves."""
 
 
 def add(total: Tensor, addend: Tensor, *, plain: bool = False) -> None:
-    """Add `addend` to `total` in place; both have the same shape, the sum has the dtype of `total`.
+    """Add `addend` to `total` in place. Both have the same shape; the sum has the dtype of `total`.
 
-    On CUDA one Triton kernel; elsewhere, and with `plain`, torch's operator.
+    If the dtypes differ, one Triton kernel runs on CUDA. Otherwise, and with `plain`, torch's operator runs.
     """
     if not plain and total.dtype != addend.dtype and _can_fuse(total, addend):
         from meshwright.kernels.sums_triton import fused_add
@@ -26,9 +27,9 @@ def add(total: Tensor, addend: Tensor, *, plain: bool = False) -> None:
 
 
 def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, plain: bool = False) -> Tensor:
-    """Return x · factor as `dtype`, multiplied in the wider dtype of `factor` `()`.
+    """Return x · factor in `dtype`. The multiplication is in the dtype of `factor` `()`, which is wider than that of x.
 
-    On CUDA one Triton kernel; elsewhere, and with `plain`, torch's operator.
+    On CUDA one Triton kernel runs; elsewhere, and with `plain`, torch's operator.
     """
     out = torch.empty_like(x, dtype=dtype)
     if not plain and _can_fuse(out, x) and factor.dtype == torch.float32:
@@ -36,19 +37,19 @@ def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, plain: bool = False)
 
         fused_scale(out, x, factor)
         return out
-    # Expanded, because torch would round a scalar tensor to the dtype of x first.
+    # Expanded, because torch would first round a scalar tensor to the dtype of x.
     return torch.mul(x, factor.expand_as(x), out=out)
 
 
 def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b in `dtype`; on a GPU without rounding the sum to the dtype of `a` first."""
+    """Return a `(m, k)` @ b `(k, n)` in `dtype`. On a GPU the sum is not rounded to the dtype of `a` first."""
     if dtype == a.dtype:
         return a @ b
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else (a @ b).to(dtype)
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` in its wider dtype; on a GPU inside the matmul."""
+    """Add a @ b to `total` `(m, n)` in place, in the dtype of `total`. On a GPU the matmul adds to `total` itself."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:
@@ -58,6 +59,7 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _can_fuse(out: Tensor, x: Tensor) -> bool:
+    """Return whether the Triton kernels can write `out` from x."""
     return (
         out.is_cuda
         and out.is_contiguous()

@@ -1,4 +1,4 @@
-"""The Triton kernels of `gated_activation`; imported only with a CUDA device, as CPU builds of torch lack Triton."""
+"""The Triton kernels of `gated_activation`. Import them only with a CUDA device, because CPU builds of torch lack Triton."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""Elements per program: enough loads in flight for the memory bandwidth."""
+"""Elements that one program computes: enough loads in flight for the memory bandwidth."""
 ROW_BLOCK = 1024
-"""Elements at a time of the backward with weights, which sums over a row."""
+"""Elements of a row that the backward with weights computes at a time. It sums over the whole row."""
 GELU_LINEAR = tl.constexpr(2 * (2 / math.pi) ** 0.5)
 GELU_CUBIC = tl.constexpr(2 * (2 / math.pi) ** 0.5 * 0.044715)
-"""2u(x) = GELU_LINEAR·x + GELU_CUBIC·x³ of GELU's tanh approximation, x · (1 + tanh(u)) / 2."""
+"""GELU's tanh approximation is x · (1 + tanh(u(x))) / 2, where 2 · u(x) = GELU_LINEAR · x + GELU_CUBIC · x³."""
 
 
 @torch.library.custom_op("meshwright::swiglu", mutates_args=())
 def fused_gated_activation(gate_up: Tensor, weights: Tensor | None = None, gelu: bool = False) -> Tensor:
-    """silu(gate) · up or gelu(gate) · up, by row times `weights`; see `kernels.swiglu`."""
+    """Return silu(gate) · up or gelu(gate) · up, `(…, width)`, of `gate_up` `(…, 2 · width)`, which has the gates first.
+
+    `weights` `(…)` multiply the rows of the result, if given; see `kernels.swiglu`.
+    """
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     count = out.numel()
@@ -35,7 +38,10 @@ def fused_gated_activation(gate_up: Tensor, weights: Tensor | None = None, gelu:
 def fused_gated_activation_backward(
     gate_up: Tensor, grad: Tensor, weights: Tensor | None = None, gelu: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `gate_up` and `weights` from that of the output; the second is empty without weights."""
+    """Return the gradients of `gate_up` and of `weights`, from the gradient `grad` `(…, width)` of the output.
+
+    Without `weights` the second gradient is an empty tensor.
+    """
     gate_up_grad = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     weights_grad = (
         torch.empty_like(weights, memory_format=torch.contiguous_format) if weights is not None else grad.new_empty(0)
@@ -85,7 +91,7 @@ fused_gated_activation.register_autograd(_autograd_backward, setup_context=_setu
 
 @triton.jit
 def gate_sigmoid(gate, GELU: tl.constexpr) -> tl.tensor:
-    """The factor of a gate: sigmoid(gate) of SiLU; of GELU (1 + tanh(u)) / 2, which is sigmoid(2u)."""
+    """Return the factor of a gate: sigmoid(gate) for SiLU. For GELU it is (1 + tanh(u)) / 2, which equals sigmoid(2u)."""
     if GELU:
         gate = gate * (GELU_LINEAR + GELU_CUBIC * gate * gate)
     return tl.sigmoid(gate)
@@ -93,7 +99,7 @@ def gate_sigmoid(gate, GELU: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _gate_derivative(gate, sigmoid, GELU: tl.constexpr) -> tl.tensor:
-    """The derivative of gate · sigmoid, its `gate_sigmoid`."""
+    """Return the derivative of gate · `gate_sigmoid`(gate); `sigmoid` is `gate_sigmoid`(gate)."""
     derivative = gate * sigmoid * (1 - sigmoid)
     if GELU:
         derivative *= GELU_LINEAR + 3 * GELU_CUBIC * gate * gate
@@ -102,6 +108,7 @@ def _gate_derivative(gate, sigmoid, GELU: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _forward(gate_up, weights, out, count, width: tl.constexpr, block: tl.constexpr, GELU: tl.constexpr) -> None:
+    """Compute `block` elements of the output."""
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = index < count
     position = index // width * (2 * width) + index % width
@@ -115,6 +122,7 @@ def _forward(gate_up, weights, out, count, width: tl.constexpr, block: tl.conste
 
 @triton.jit
 def _backward(gate_up, grad, out, count, width: tl.constexpr, block: tl.constexpr, GELU: tl.constexpr) -> None:
+    """Compute the gradients of `block` elements of gate and of up, without weights."""
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = index < count
     position = index // width * (2 * width) + index % width
@@ -131,6 +139,7 @@ def _backward(gate_up, grad, out, count, width: tl.constexpr, block: tl.constexp
 def _weighted_backward(
     gate_up, grad, weights, gate_up_grad, weights_grad, width: tl.constexpr, block: tl.constexpr, GELU: tl.constexpr
 ) -> None:
+    """Compute the gradients of one row of gate and up, and of the row's weight."""
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32)
     total = tl.zeros((block,), dtype=tl.float32)

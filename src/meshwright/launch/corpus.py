@@ -1,4 +1,4 @@
-"""Compares a run's corpus with the tokenizer of its initial weights and with the data of its checkpoints."""
+"""Compares a run's corpus with the tokenizer of its initial weights, and with the corpus that its checkpoints record."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 from meshwright.spec.run import Assignment, RunSpec
 
 STATE_BYTES = 256 << 20
-"""Largest state file of a checkpoint that is read."""
+"""Largest state file of a checkpoint that is read, in bytes."""
 Note = Callable[[str], None]
+"""Receives a line for the user."""
 
 
 def check_tokenizer(
     run: RunSpec, source: DataSource, note: Note, key: str = "model.init", init: str | None = None
 ) -> None:
-    """Raise BadInput if the weights that `init` names were trained with another tokenizer than the corpus.
+    """Raise BadInput if the initial weights were trained with another tokenizer than the corpus.
 
-    `init` is the value of `key`, None that of `model.init`. `data.tokenizer_mismatch=accept` reports it instead.
+    `init` names the weights and `key` is its setting, for messages; without `init` they are `model.init`. With
+    `data.tokenizer_mismatch=accept` the difference is only reported to `note`.
     """
     init = init or run.model.init
     initial_vocabulary = _vocabulary_of(init)
@@ -59,9 +61,9 @@ def check_tokenizer(
 
 
 def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) -> None:
-    """Raise BadInput if the corpus differs from the data of the run's newest checkpoint.
+    """Raise BadInput if the corpus differs from the one that the run's newest checkpoint records.
 
-    `data.changed=accept` reports it instead.
+    With `data.changed=accept` the difference is only reported to `note`.
     """
     checkpoint, recorded = recorded_corpus(folder)
     if checkpoint is None:
@@ -89,7 +91,7 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
 
 
 def _same_tokenizer(recorded: dict[str, Any], now: dict[str, str | None]) -> bool:
-    """Whether two tokenizers differ in the layout of their files alone."""
+    """Whether two tokenizer files with different digests describe the same tokenizer, in another layout."""
     identity = now.get("tokenizer_identity")
     return identity is not None and identity == recorded.get("tokenizer_identity")
 
@@ -99,12 +101,12 @@ def _content(file: Path) -> bytes:
 
 
 def _moved(recorded: dict[str, Any], now: dict[str, str | None]) -> dict[str, Any]:
-    """The record of the same content under another path; empty if none has it."""
+    """Return the recorded entry of a corpus with the same content, which had another path then; empty if there is none."""
     return next((entry for entry in recorded.values() if entry.get("content") == now["content"]), {})
 
 
 def _vocabulary_of(init: str) -> Vocabulary | None:
-    """The vocabulary of the weights that `model.init` names; None if their folder has no tokenizer."""
+    """Return the vocabulary of the weights that `init` names; None if their folder has no tokenizer."""
     folder = initial_folder(init)
     if folder is None:
         return None
@@ -113,25 +115,25 @@ def _vocabulary_of(init: str) -> Vocabulary | None:
 
 
 def recorded_corpus(folder: Path) -> tuple[Path | None, dict[str, Any] | None]:
-    """The newest checkpoint of a run's folder with a readable state, and its record of the corpus."""
+    """Return the newest checkpoint whose state can be read, and its record of the corpus. Each is None if missing."""
     path, state = _newest_state(folder)
     return path, state.get("data")
 
 
 def skipped_samples(folder: Path) -> tuple[SampleRange, ...]:
-    """The samples that the run in `folder` leaves out, from its assignment and its newest checkpoint."""
+    """Return the samples that the run in `folder` skips, from its assignment and its newest checkpoint."""
     file = folder / "assignment.json"
     assigned = Assignment.read(file).skip_samples if file.is_file() else ()
     return merge_skips(assigned, recorded_skips(folder))
 
 
 def recorded_skips(folder: Path) -> tuple[SampleRange, ...]:
-    """The samples that the run's newest checkpoint leaves out."""
+    """Return the samples that the run's newest checkpoint says to skip."""
     return merge_skips(_newest_state(folder)[1].get("skip_samples", ()), ())
 
 
 def _newest_state(folder: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The newest checkpoint with a readable state, and this state; None and no values without any."""
+    """Return the newest checkpoint whose state can be read, and that state; (None, {}) if there is none."""
     for entry in reversed(list_checkpoints(folder, contents=False)):
         if not entry["ok"]:
             continue
@@ -139,6 +141,6 @@ def _newest_state(folder: Path) -> tuple[Path | None, dict[str, Any]]:
         try:
             state = read_verified(path, read_manifest(path), STATE, STATE_BYTES)
             return path, decode_state(state, path / STATE)
-        except Damaged:  # the ranks report it and load an older checkpoint
+        except Damaged:  # not reported here: the ranks report it when they load an older checkpoint
             continue
     return None, {}

@@ -1,4 +1,4 @@
-"""Tells the site that a host was excluded from a run: by a command, and by a label of its Kubernetes node."""
+"""Reports a host that was excluded from a run to the site: runs a command, and labels the host's Kubernetes node."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from meshwright.spec.run import RunSpec
 from meshwright.spec.secrets import without_own_keys
 
 COMMAND_SECONDS = 60.0
-"""Longest time that the command may take."""
+"""Seconds that the command may take."""
 
 Record = dict[str, object]
+"""What is reported: `run`, `host`, `cause`, and `time` in seconds since the epoch."""
 
 
 class DefectReporter:
-    """Reports hosts that are excluded from a run (`supervision.report_command`, `report_label`). Supervision never waits for it."""
+    """Reports excluded hosts as `supervision.report_command` and `report_label` ask.
+
+    It works in threads: supervision never waits.
+    """
 
     def __init__(self, run: RunSpec) -> None:
         self._run = run.name
@@ -31,7 +35,10 @@ class DefectReporter:
         self._threads: list[threading.Thread] = []
 
     def __call__(self, host: str, cause: str) -> None:
-        """Report a host. Agents are named HOST/PID; the command gets HOST, which is the name of the node in Kubernetes."""
+        """Report a host and the cause of its exclusion.
+
+        `host` is the name of an agent, HOST/PID. The command gets HOST, which in Kubernetes is the name of the node.
+        """
         record: Record = {"run": self._run, "host": host.partition("/")[0], "cause": cause, "time": time.time()}
         if self._command is not None:
             self._start("report_command", _run_command, self._command, record)
@@ -39,12 +46,12 @@ class DefectReporter:
             self._start("report_label", _set_label, self._label, record)
 
     def close(self) -> None:
-        """Wait for reports that are still on their way."""
+        """Wait until all reports have been sent, at most `COMMAND_SECONDS` for each."""
         for thread in self._threads:
             thread.join(COMMAND_SECONDS)
 
     def _start(self, key: str, report: Callable[[str, Record], str], value: str, record: Record) -> None:
-        """Report in a thread; its failure is one line."""
+        """Call `report` in a thread. If it fails, print one line that names the setting `key`."""
 
         def run() -> None:
             if failure := report(value, record):
@@ -56,7 +63,7 @@ class DefectReporter:
 
 
 def _run_command(command: str, record: Record) -> str:
-    """Start a command with the record on its standard input; returns what went wrong, empty if nothing did."""
+    """Run the site's command with the record as JSON on its standard input. Return what went wrong; empty on success."""
     try:
         ended = subprocess.run(
             shlex.split(command),
@@ -78,7 +85,7 @@ def _run_command(command: str, record: Record) -> str:
 
 
 def _set_label(label: str, record: Record) -> str:
-    """Label the node of the host; returns what went wrong, empty if nothing did."""
+    """Set the label on the host's node. Return what went wrong; empty on success."""
     node = str(record["host"])
     try:
         label_node(node_label(label), node, {key: value for key, value in record.items() if key != "host"})

@@ -1,4 +1,4 @@
-"""Planned checkpoints of a run, and whether its disk has space for them. Torch-free."""
+"""Space on the run's disk for the checkpoints that it will write. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from meshwright.spec.model import ModelSpec, trained_parameter_count
 from meshwright.spec.run import RunSpec
 
 BYTES_PER_PARAMETER = 12
-"""Bytes in a checkpoint per parameter: master weight and two moments in fp32."""
+"""Bytes in a checkpoint for each trained parameter: master weight and two optimizer moments, in fp32."""
 
 
 def checkpoint_bytes(model: ModelSpec) -> int:
-    """Bytes of the tensors in one checkpoint of a run; a tied head is stored once."""
+    """Return the bytes of all tensors in one checkpoint of a run. A tied head is stored once."""
     return trained_parameter_count(model) * BYTES_PER_PARAMETER
 
 
 def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) -> None:
     """Raise OutOfResources if the checkpoints that the run will add do not fit on its folder's disk.
 
-    While a checkpoint is written, the `checkpoint.keep` newest ones still exist, so at most `keep + 1` exist at once. With
-    `checkpoint.every: auto` their number follows from the predicted `step_seconds`; without a prediction it is one.
+    While a new checkpoint is written, the `checkpoint.keep` newest ones still exist, so at most `keep + 1` exist at
+    once. With `checkpoint.every: auto`, the number of checkpoints is computed from the predicted `step_seconds`; it is
+    one if there is no prediction.
     """
     existing = steps_in(folder / "checkpoints")
     planned = planned_checkpoints(run.checkpoint, run.train.steps, newest_step(folder) if existing else 0, step_seconds)
@@ -50,7 +51,10 @@ def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) ->
 
 
 def checkpoints_line(run: RunSpec) -> str | None:
-    """The first line of a start about checkpoints: times, size and number kept; None if the run writes none."""
+    """Return the line about checkpoints that a start prints: when, how large, how many are kept.
+
+    None if the run writes none.
+    """
     spec = run.checkpoint
     times = []
     if spec.every == "auto":

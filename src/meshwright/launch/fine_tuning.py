@@ -1,4 +1,4 @@
-"""What a start says about fine-tuning on chats: packing and trained tokens (SFT), questions (RL) or pairs, the rate, and validation."""
+"""What a start prints about fine-tuning on chats: packing, trained tokens, learning rate and validation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshwright.spec.rl import RlSpec
 from meshwright.spec.run import RunSpec
 
 DECAYS = {"cosine": "a cosine", "linear": "a line", "wsd": "a line at the end", "inverse_sqrt": "the root of the step"}
-"""By `train.schedule`, what the learning rate follows after warm-up."""
+"""Words for the curve of the learning rate after warm-up, by `train.schedule`."""
 
 
 def fine_tuning_lines(run: RunSpec, source: DataSource) -> list[str]:
-    """Lines for a run whose data have chats; none without chats. Passes and document mask are in `prepare.data_line`."""
+    """Return the lines for a run whose data have chats; none for other runs. `prepare.data_line` prints the rest about data."""
     if not source.has_chats:
         return []
     if run.preference is not None:
@@ -46,7 +46,7 @@ def _rate_and_validation(run: RunSpec) -> list[str]:
 
 
 def _preference_lines(run: RunSpec, preference: PreferenceSpec, source: DataSource) -> list[str]:
-    """What a step holds, the loss, and where the reference's log-probabilities are."""
+    """Return lines about preference training: how many pairs or answers a step has, the loss, and the reference model."""
     lines = []
     what = "pairs" if preference.paired else "answers"
     units = 0.0
@@ -74,6 +74,7 @@ def _preference_lines(run: RunSpec, preference: PreferenceSpec, source: DataSour
 
 
 def _loss_words(preference: PreferenceSpec) -> str:
+    """Return words about the loss and those of its settings that are in use."""
     words = "reward model" if preference.scores else f"{preference.loss}, beta {preference.scale:g}"
     words += f", score_margin {preference.score_margin:g}" if preference.score_margin else ""
     words += f", center {preference.center:g}" if preference.center else ""
@@ -83,18 +84,20 @@ def _loss_words(preference: PreferenceSpec) -> str:
 
 
 def _rollout_words(train: TrainSpec, rl: RlSpec) -> str:
+    """Return the line about an RL step: questions, answers, policy loss and reward."""
     asked = f"{train.global_batch:,} questions with {rl.samples} answers of at most {rl.new_tokens:,} tokens"
     return f"RL: a step has {asked}; {rl.policy}; rewards by {rl.reward}"
 
 
 def learning_rate_words(train: TrainSpec) -> str:
-    """Warm-up, peak and decay of the learning rate."""
+    """Return words about warm-up, peak and decay of the learning rate."""
     warm_up = f"grows for {train.warmup_steps:,} steps to" if train.warmup_steps else "begins, without warm-up, at"
     end = train.learning_rate * train.min_learning_rate
     return f"learning rate {warm_up} {train.learning_rate:g}, then follows {DECAYS[train.schedule]} down to {end:g}"
 
 
 def _validation_words(run: RunSpec) -> str:
+    """Return words about when held-out data is evaluated, or how to have some."""
     judged = run.preference is not None
     if not has_validation(run.data, run.train.seq_len):
         return f"no held-out {'answers' if judged else 'chats'}; `meshwright data prepare --held-out 0.05` keeps some apart"

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, whether the run resumes or is finished, and a lock against other jobs."""
+"""The folder of a run: its name, its lock, and whether the run resumes or is finished."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from meshwright.spec.job import TrainSpec
 from meshwright.spec.run import Lease, RunSpec
 
 _ALTERNATIVE = "give this run another name (name=…, or --fresh)"
+"""Advice at the end of errors, and two reasons that several keys share."""
 _SCHEDULE = "it would change the learning rate of steps that are done"
 _POSITION = "the position in the data follows from it"
 _BATCH = ("train.global_batch", "train.batch_ramp")
-"""Keys that may change for the steps to come, as long as the steps that are done keep their batch."""
+"""Keys of the batch size. They may change for later steps, if all steps that are done keep the batch that they had."""
 _WHY_FIXED = {
     "seed": "the initial weights and the order of samples follow from it",
     "model": "the checkpoints hold this model's weights",
@@ -42,16 +43,20 @@ _WHY_FIXED = {
     "train.schedule": _SCHEDULE,
     "train.decay_fraction": _SCHEDULE,
 }
-"""Reasons why a key, or the keys of a section, must not change after a run's first start."""
+"""Why a key, or a section's keys, must not change after a run's first start."""
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Lock a run's folder against other jobs for a `with` block; create it if it is missing, remove it if it stays empty.
+    """Lock a run's folder against other jobs for a `with` block.
 
-    The process that prepares a job takes the lock: the launcher, or rank 0 under another launcher. It is released when that process ends,
-    however it ends. Raises BadInput when another process holds it or, on a file system without locks, when the folder's lease belongs to
-    a living process of this host.
+    The folder is created if missing, and removed if it stays empty.
+
+    The process that prepares a job takes the lock: the launcher, or rank 0 if another launcher has started the ranks.
+    The lock is released when that process ends, even if it crashes.
+
+    Raises BadInput if another process holds the lock. On a file system without locks it raises BadInput if the folder's
+    lease belongs to a living process of this host.
     """
     with locked(folder, wait=False, alternative=_ALTERNATIVE) as exclusive:
         if exclusive:
@@ -69,21 +74,23 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def take_over(folder: Path) -> Lease:
-    """Take the lease of a run's folder, which this process has locked, and remove unfinished checkpoints of earlier starts.
+    """Take the lease of a run's folder, and remove unfinished checkpoints of earlier starts.
 
-    A process of an earlier start that still runs then commits no checkpoint.
+    The caller holds the folder's lock.
+
+    After this, a process of an earlier start that still runs can commit no checkpoint.
     """
     checkpoints = folder / "checkpoints"
     await_writers(checkpoints)
     lease = take_lease(folder, lambda: newest_commit(checkpoints))
     remove_stale(checkpoints, lease.epoch)
-    if present := steps_in(checkpoints):  # copied here without the record
+    if present := steps_in(checkpoints):  # a folder that was copied here may lack the record of its newest checkpoint
         record_commit(folder, step_of(present[-1].name) or 0)
     return lease
 
 
 def renamed(run: RunSpec, runs: Path) -> RunSpec:
-    """The run with a name that is not in use, here or in its mirror: NAME, or NAME-2, NAME-3, …"""
+    """Return the run with an unused name: NAME, or NAME-2, NAME-3, … A name is in use if a folder or the mirror has it."""
     mirror = run.checkpoint.mirror
     names = chain([run.name], (f"{run.name}-{number}" for number in count(2)))
     free = (name for name in names if not (runs / name).exists())
@@ -91,10 +98,11 @@ def renamed(run: RunSpec, runs: Path) -> RunSpec:
 
 
 def check_state(run: RunSpec, folder: Path) -> None:
-    """Raise Damaged if the run had a checkpoint and has none that can be loaded, by names, sizes and manifests.
+    """Raise Damaged if the run has written checkpoints, but none can be loaded.
 
-    One in the mirror counts: the start takes it. Raises NewerFormat if this release cannot read the newest. The ranks
-    check the contents.
+    Only names, sizes and manifests are checked here; the ranks check the contents. A checkpoint in the mirror is
+    enough, because the start copies it. Raises NewerFormat if the newest checkpoint is of a newer release than this
+    one.
     """
     inventory = take_inventory(folder)
     mirror = run.checkpoint.mirror
@@ -104,12 +112,16 @@ def check_state(run: RunSpec, folder: Path) -> None:
 
 
 def continues(run: RunSpec, folder: Path) -> bool:
-    """Whether the run continues from its folder; a run that ended before its first step has nothing to continue.
+    """Whether the run continues from its folder. A run that ended before its first step has nothing to continue.
 
-    `train.steps` may increase: the remaining steps follow the longer schedule. `train.global_batch` and `train.batch_ramp` may change where
-    the steps that are done keep their batch. The corpora may have other paths, as on another machine;
-    `launch.corpus.check_unchanged` compares their contents. Raises BadInput naming every other key that differs, with
-    the reason why it must not change.
+    These keys may differ from the earlier start:
+
+    - `train.steps` may increase; the remaining steps follow the longer schedule.
+    - `train.global_batch` and `train.batch_ramp` may change if all steps that are done keep their batch.
+    - The paths in `data.mix` may change, for example on another machine; `launch.corpus.check_unchanged` compares the
+      contents.
+
+    Raises BadInput if any other key differs. The error names each such key, and why it must not change.
     """
     config = _earlier_config(folder)
     if config is None or not _began(folder):
@@ -119,7 +131,8 @@ def continues(run: RunSpec, folder: Path) -> bool:
         f"  {key}: {earlier!r} there, {now!r} now ({_why_fixed(key)})"
         for key, earlier, now in differences(before, run)
         if key not in _BATCH
-        and not (key == "data.document_mask" and now is None)  # it follows from data that could not be opened
+        # It is derived from the data, which could not be opened now.
+        and not (key == "data.document_mask" and now is None)
         and not (key == "train.steps" and now >= earlier)
         and not (key == "data.mix" and _may_be_moved(earlier, now, folder))
     ]
@@ -135,15 +148,20 @@ def continues(run: RunSpec, folder: Path) -> bool:
 
 
 def _batch_change(before: TrainSpec, now: TrainSpec, folder: Path) -> str | None:
-    """A line that refuses another batch of steps that are done, with the ramp that keeps it; None where they keep theirs."""
+    """Return a line that refuses a new batch size for steps that are done; None if they keep theirs.
+
+    The line has the `train.batch_ramp` with which the done steps keep their batch and later steps get the new one.
+    """
     if before.batches == now.batches or before.global_batch_tokens or now.global_batch_tokens:
         return None
     skipped = skipped_samples(folder)
+    # The first sample of the first step that is not done.
     position = samples_of_step(_last_step(folder) + 1, before.batches, skipped)[0]
-    position = max(position, *(end for _, end in skipped), 0)  # skipped samples are those of whole steps too
+    position = max(position, *(end for _, end in skipped), 0)  # skipped samples belong to steps that are done, too
     if before.batches.equal_until(now.batches, position):
         return None
     done = before.batches.steps_before(position)
+    # The earlier ramp's stages that are over, and then the batch size of the last done step until now.
     stages = [stage for stage in before.batch_ramp if stage.until < done]
     stages.append(BatchStage(until=done, batch=before.batches.at(before.batches.samples_before(done - 1))))
     ramp = ", ".join(f"{{until: {stage.until}, batch: {stage.batch}}}" for stage in stages)
@@ -161,7 +179,7 @@ def _batch_change(before: TrainSpec, now: TrainSpec, folder: Path) -> str | None
 
 
 def _last_step(folder: Path) -> int:
-    """The last step that any start of the run has trained, as far as its folder tells."""
+    """Return the last step that any start of the run has trained, according to its metrics and checkpoints."""
     metrics = folder / "metrics.jsonl"
     stored = steps_in(folder / "checkpoints")
     lines = scan_metrics(metrics)[0] if metrics.exists() else ()
@@ -170,18 +188,21 @@ def _last_step(folder: Path) -> int:
 
 
 def _may_be_moved(before: dict[str, float], now: dict[str, float], folder: Path) -> bool:
-    """Whether two mixtures may be the same corpora under other paths, and a checkpoint's record of their contents will tell."""
+    """Whether `now` may be the same corpora as `before` under other paths, and a checkpoint has a record to check that with."""
     return sorted(before.values()) == sorted(now.values()) and bool(recorded_corpus(folder)[1])
 
 
 def _earlier_config(folder: Path) -> Path | None:
-    """The configuration of the run's last start: from its folder or, if it is lost there, from its newest checkpoint."""
+    """Return the configuration file of the run's last start: in its folder, or else in its newest checkpoint.
+
+    None if missing.
+    """
     config_files = (path / "config.yaml" for path in reversed(steps_in(folder / "checkpoints")))
     return next((path for path in (folder / "config.yaml", *config_files) if path.exists()), None)
 
 
 def _why_fixed(key: str) -> str:
-    """The reason why a key must not change after a run's first start."""
+    """Return the reason why a key must not change after a run's first start."""
     if key == "train.steps":
         return "steps may be raised, not lowered"
     section = key.partition(".")[0]
@@ -196,6 +217,6 @@ def _began(folder: Path) -> bool:
 
 
 def is_finished(run: RunSpec, folder: Path) -> bool:
-    """Whether the run's last step is in a checkpoint."""
+    """Whether a good checkpoint has the run's last step."""
     step = newest_step(folder)
     return step >= run.train.steps and not verify(folder / "checkpoints" / step_name(step), run_id_of(folder))

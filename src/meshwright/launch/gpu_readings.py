@@ -1,16 +1,20 @@
-"""Readings of this host's GPUs by NVML (package `nvidia-ml-py`): values for `policies.host_health`, and XID events.
+"""Reads this host's GPUs with NVML (package `nvidia-ml-py`): values for `policies.host_health`, and XID events.
 
-A quantity that a GPU or a container does not offer is left out, and is not asked for again.
+A quantity that a GPU or a container does not offer is left out, and not asked for again.
 
-A call for the state of an NVLink takes 75 µs of processor time, and a GPU has 18 links. The calls are therefore spread:
+One call for the state of an NVLink takes 75 µs of processor time, and a GPU has 18 links. So not every reading has all
+quantities:
 
-- At each reading: memory errors, remapped rows and the reasons for low clocks of all GPUs (4 calls for each, together 0.15 ms).
-- At every second reading of a GPU: the states of its NVLinks, the driver's recovery action and PCIe replays (19 calls, 1.7 ms). GPUs
-  take turns. A GPU with a missing link, or with an XID event, is read at once and at the next reading.
-- At every tenth reading: what leads to warnings only (PCIe width, memory of other processes, errors of NVLinks) and the temperature.
+- Every reading: memory errors, remapped rows and the reasons for low clocks of all GPUs (4 calls for each GPU, together
+  0.15 ms).
+- Every second reading of a GPU: the states of its NVLinks, the driver's recovery action and PCIe replays (19 calls, 1.7
+  ms). GPUs take turns. A GPU is also read when it has reported an XID event, and at every reading while it misses a
+  link.
+- Every tenth reading of a GPU: quantities that lead to warnings only (PCIe width, memory of other processes, errors of
+  NVLinks), and the temperature.
 
-Example: a reading of two GPUs makes 8 calls for both, 19 for one of them, and on average 0.8 of the last kind: 28 calls and 2.1 ms,
-0.07% of a core, every 3 s. A reading of eight GPUs takes 8.2 ms, 0.27% of a core.
+Example: a reading of two GPUs makes 8 calls for both, 19 for one of them, and on average 0.8 of the last kind. That is
+28 calls and 2.1 ms every 3 s, 0.07% of a core. A reading of eight GPUs takes 8.2 ms, 0.27% of a core.
 """
 
 from __future__ import annotations
@@ -26,29 +30,36 @@ from typing import Any
 from meshwright.policies.host_health import HealthReading
 
 LINKS_EVERY = 2
-"""Readings of the host for one reading of a GPU's NVLinks. `nvlink-down` needs two states in a row: 6 s, and 3 s later."""
+"""A GPU's NVLinks are read at every second reading of the host.
+
+The rule `nvlink-down` needs two readings in a row with a missing link. The first comes after at most 6 s, the next 3 s
+later.
+"""
 WARNINGS_EVERY = 10
-"""Readings of the host for one reading of the quantities that lead to warnings only."""
+"""Quantities that lead to warnings only are read at every tenth reading of the host."""
 SHORTEST_WAIT = 0.5
-"""Least seconds between two polls: a GPU may report hundreds of events a second."""
+"""Shortest time between two readings, in seconds.
+
+Without it, a GPU that reports hundreds of events a second would be read each time.
+"""
 PROC = Path("/proc")
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""Member of the union of a field's value for each type, in the order of NVML_VALUE_TYPE_*."""
+"""The member of a field value's union that holds the value, by its type: the index is a value of NVML_VALUE_TYPE_*."""
 
 
 class NoGpus(Exception):
-    """NVML cannot be read here; the text says why."""
+    """NVML cannot be used here; the message says why."""
 
 
 class _Lost(Exception):
-    """The driver has lost a GPU."""
+    """The driver has lost the GPU."""
 
 
 class GpuReader:
     """Reads the GPUs of this host that a process with this environment may use."""
 
     def __init__(self, count: int | None = None, environment: Mapping[str, str] = os.environ) -> None:
-        """Open NVML for the first `count` visible GPUs. Raises NoGpus."""
+        """Open NVML for the first `count` visible GPUs, or for all of them. Raises NoGpus if NVML cannot be used."""
         try:
             import pynvml
         except ImportError:
@@ -62,7 +73,7 @@ class GpuReader:
         except pynvml.NVMLError as error:
             raise NoGpus(f"NVML: {error}") from None
         self.events_hidden = ""
-        """Why no XID events are read; empty if they are."""
+        """Why XID events cannot be read; empty if they are read."""
         self._events = self._subscribe()
         self._readings = 0
 
@@ -71,7 +82,7 @@ class GpuReader:
         return len(self._gpus)
 
     def wait(self, seconds: float) -> dict[int, list[int]]:
-        """Wait for `seconds`, or less if an XID event arrives; returns the XIDs of each GPU index."""
+        """Wait for `seconds`, or less if an XID event arrives. Return the XIDs of each GPU's NVML index."""
         began = time.monotonic()
         xids = dict[int, list[int]]()
         deadline = began + seconds
@@ -83,9 +94,10 @@ class GpuReader:
         return xids
 
     def read(self, xids: Mapping[int, Sequence[int]], own_pid: int) -> list[HealthReading]:
-        """The values of each GPU that are read this time; the first reading has all.
+        """Return the values that are due for each GPU. The first reading has all of them.
 
-        `xids` are the events of each GPU index. Memory of processes that descend from `own_pid` is not that of others.
+        `xids` are the XIDs of each GPU's NVML index since the last reading. Memory of `own_pid` and its descendants
+        does not count as memory of other processes.
         """
         found = []
         for place, gpu in enumerate(self._gpus):
@@ -108,7 +120,7 @@ class GpuReader:
             self._nvml.nvmlShutdown()
 
     def _subscribe(self) -> Any:
-        """The set of events that all GPUs report to; None if a driver or container offers none."""
+        """Return the event set to which all GPUs report XIDs; None if a driver or container offers no such events."""
         nvml = self._nvml
         try:
             events = nvml.nvmlEventSetCreate()
@@ -123,7 +135,7 @@ class GpuReader:
         return events
 
     def _next_event(self, seconds: float) -> tuple[int, int] | None:
-        """Index of a GPU and its XID, if one arrives within `seconds`."""
+        """Return a GPU's index and its XID, if an event arrives within `seconds`; else None."""
         nvml = self._nvml
         if self._events is None:
             time.sleep(seconds)
@@ -132,30 +144,34 @@ class GpuReader:
             event = nvml.nvmlEventSetWait_v2(self._events, max(1, round(seconds * 1000)))
             return nvml.nvmlDeviceGetIndex(event.device), int(event.eventData)
         except nvml.NVMLError as error:
-            if error.value != nvml.NVML_ERROR_TIMEOUT:  # the state of the GPU says more
+            if error.value != nvml.NVML_ERROR_TIMEOUT:
+                # A broken GPU also fails here; its other readings say what is wrong.
                 time.sleep(min(seconds, SHORTEST_WAIT))
             return None
 
 
 class _Gpu:
-    """One GPU, and the calls that it supports. One that was lost before has no handle and stays lost."""
+    """One GPU, and what NVML offers for it. If it was already lost at the start, it has no handle and stays lost."""
 
     def __init__(self, nvml: ModuleType, index: int) -> None:
         self.index = index
         self.handle = None
         self.identity = ""
         self.most_links = 0
-        """NVLinks that were up at the same time."""
+        """Most NVLinks that have been up at the same time."""
         self.misses_links = False
-        """Whether fewer NVLinks than on other GPUs, or than before, were up at the last reading of them."""
+        """Whether the last reading of the NVLinks found fewer links up than on another GPU, or than earlier."""
         self._nvml = nvml
         self._lanes = 0
+        """Widest PCIe link that the GPU supports, in lanes; 0 if unknown."""
         self._links_present: int | None = None
-        """NVLinks of the GPU, up or down; None before they are counted."""
+        """Number of the GPU's NVLinks, up or down; None before they are counted."""
         self._link_counters: dict[int, str] = {}
-        """Field ids of the error counters that the GPU offers, and their quantities; empty before the first answer."""
+        """Field ids of the link error counters that this GPU offers, with the quantity of each; empty until one has
+        answered.
+        """
         self._refused: set[str] = set()
-        """Quantities that NVML does not offer for this GPU."""
+        """Names of calls that NVML does not support for this GPU."""
         try:
             self.handle = self._ask("handle", lambda: nvml.nvmlDeviceGetHandleByIndex(index))
             self.identity = self._ask("identity", lambda: nvml.nvmlDeviceGetUUID(self.handle)) or ""
@@ -164,9 +180,9 @@ class _Gpu:
             self.handle = None
 
     def read(self, own_pid: int, *, links: bool, warnings: bool) -> dict[str, float]:
-        """Quantities of `policies.host_health.RULES`, and the number of `nvlinks` that are up.
+        """Return values by the quantities of `policies.host_health.RULES`, and the number of `nvlinks` that are up.
 
-        NVLinks and the driver's fields are read with `links`, quantities that lead to warnings only with `warnings`.
+        `links`: also read NVLinks and the driver's fields. `warnings`: also read quantities that lead to warnings only.
         """
         if self.handle is None:
             return {"lost": 1.0}
@@ -181,7 +197,7 @@ class _Gpu:
     def _calls(
         self, own_pid: int, *, links: bool, warnings: bool
     ) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
-        """Names of groups of quantities, and the calls that read them."""
+        """Yield the name of each group of quantities with the function that reads it."""
         yield "uncorrected_errors", self._uncorrected_errors
         yield "corrected_errors", self._corrected_errors
         yield "remapped", self._remapped
@@ -198,7 +214,7 @@ class _Gpu:
                 yield "link_errors", self._link_errors
 
     def _ask(self, name: str, call: Callable[[], Any]) -> Any:
-        """The answer of NVML; None without one. Raises _Lost for a GPU that is gone."""
+        """Return NVML's answer to a call; None if there is none. Raises _Lost if the GPU is gone."""
         if name in self._refused:
             return None
         nvml = self._nvml
@@ -231,6 +247,7 @@ class _Gpu:
         return {"remap_pending": float(pending), "remap_failed": float(failed)}
 
     def _clock_reasons(self) -> dict[str, float]:
+        """Return which reasons for low clocks apply now, each as 0 or 1."""
         nvml = self._nvml
         reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle)
         masks = {
@@ -247,7 +264,7 @@ class _Gpu:
         return {names[field]: value for field, value in self._field_values(list(names))}
 
     def _links(self) -> dict[str, float]:
-        """NVLinks that are up. Raises NVMLError if the GPU has none."""
+        """Return the number of NVLinks that are up. Raises NVMLError if the GPU has no NVLinks."""
         nvml = self._nvml
         states = []
         for link in range(nvml.NVML_NVLINK_MAX_LINKS if self._links_present is None else self._links_present):
@@ -256,14 +273,17 @@ class _Gpu:
             except nvml.NVMLError as error:
                 if link == 0 or error.value != nvml.NVML_ERROR_INVALID_ARGUMENT:
                     raise
-                break  # it has no further link
+                break  # the GPU has no link of this number, so all links are counted
         self._links_present = len(states)
         up = states.count(nvml.NVML_FEATURE_ENABLED)
         self.most_links = max(self.most_links, up)
         return {"nvlinks": float(up)}
 
     def _link_errors(self) -> dict[str, float]:
-        """Recoveries and checksum errors of all NVLinks: totals of older GPUs, sums over links of newer ones."""
+        """Return recoveries and checksum errors, each summed over all NVLinks.
+
+        Older GPUs offer totals. Newer ones offer a counter for each link, and these are added up here.
+        """
         nvml = self._nvml
         totals = {
             nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL: "nvlink_recoveries",
@@ -285,21 +305,28 @@ class _Gpu:
         return {}
 
     def _field_values(self, fields: Sequence[Any]) -> Iterator[tuple[int, float]]:
-        """Field ids and values; those that the GPU does not offer are left out."""
+        """Yield the id and value of each field. Fields that the GPU does not offer are left out."""
         nvml = self._nvml
         for found in nvml.nvmlDeviceGetFieldValues(self.handle, list(fields)):
             if found.nvmlReturn == nvml.NVML_SUCCESS:
                 yield found.fieldId, float(getattr(found.value, _MEMBERS[found.valueType]))
 
     def _memory_of_others(self, own_pid: int) -> dict[str, float]:
-        """Bytes of processes of this host that do not descend from `own_pid`; a container hides those outside of it."""
+        """Return the bytes used by processes that are not `own_pid` or its descendants.
+
+        A container hides processes outside of it.
+        """
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self.handle)
         used = sum(each.usedGpuMemory or 0 for each in processes if _is_foreign(each.pid, own_pid))
         return {"memory_of_others": float(used)}
 
 
 def visible_indices(identities: Sequence[str], visible: str | None) -> list[int]:
-    """Indices of the GPUs with these UUIDs that CUDA_VISIBLE_DEVICES allows, in its order."""
+    """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES allows, in its order.
+
+    `identities` are the UUIDs of all GPUs. `visible` is the variable's value: indices or beginnings of UUIDs, separated
+    by commas. None allows all.
+    """
     if visible is None:
         return list(range(len(identities)))
     indices = []
@@ -309,14 +336,14 @@ def visible_indices(identities: Sequence[str], visible: str | None) -> list[int]
             indices.append(int(name))
             continue
         found = [index for index, identity in enumerate(identities) if name and identity.startswith(name)]
-        if len(found) != 1:  # CUDA ignores an unknown device and all after it
+        if len(found) != 1:  # CUDA ignores an unknown device and all that come after it
             break
         indices += found
     return indices
 
 
 def _is_foreign(pid: int, own_pid: int) -> bool:
-    """Whether a process of this host is neither `own_pid` nor descends from it."""
+    """Whether a process of this host is neither `own_pid` nor one of its descendants."""
     while pid > 1:
         if pid == own_pid:
             return False
@@ -324,5 +351,6 @@ def _is_foreign(pid: int, own_pid: int) -> bool:
             stat = (PROC / str(pid) / "stat").read_text(encoding="ascii", errors="replace")
         except OSError:
             return False
+        # The second field after the command's name is the parent's process id.
         pid = int(stat.rpartition(")")[2].split()[1])
     return True

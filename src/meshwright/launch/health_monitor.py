@@ -1,4 +1,4 @@
-"""The health of this host as its agent sees it: the process that reads it, and the findings of `policies.host_health`."""
+"""The agent's side of health monitoring: starts the process that reads this host, and applies `policies.host_health`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshwright.spec.run import RunSpec
 from meshwright.spec.secrets import without_secrets
 
 FIRST_SECONDS = 10.0
-"""Longest time that the start of ranks waits for the first reading."""
+"""Seconds for which the start of ranks waits for the first reading."""
 
 
 @contextmanager
 def health_monitor(run: RunSpec) -> Iterator[HealthMonitor | None]:
-    """The monitor of this host within the block; None if the run reads no health (`supervision.health`)."""
+    """Provide the monitor of this host within a `with` block; None if the run reads no health (`supervision.health`)."""
     computes_on_gpus = not run.cluster.is_cpu
     if not (computes_on_gpus if run.supervision.health is None else run.supervision.health):
         yield None
@@ -34,10 +34,10 @@ def health_monitor(run: RunSpec) -> Iterator[HealthMonitor | None]:
 
 
 class HealthMonitor:
-    """Starts the process that reads, and keeps the newest findings."""
+    """Starts the process that reads this host's health, and keeps the newest findings."""
 
     def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """The first `count` visible GPUs are read, and the host."""
+        """`count` is the number of visible GPUs that are read. `clock` returns seconds."""
         command = [sys.executable, "-m", "meshwright.launch.health_reader", str(count)]
         self._process = subprocess.Popen(
             command,
@@ -59,11 +59,11 @@ class HealthMonitor:
 
     @property
     def known(self) -> bool:
-        """Whether the host was read once, or does not answer within `FIRST_SECONDS`."""
+        """Whether the start of ranks need not wait: the host has been read, or it has not answered for `FIRST_SECONDS`."""
         return self._read or self._ended or self._clock() - self._started > FIRST_SECONDS
 
     def findings(self) -> tuple[HealthFinding, ...]:
-        """What is wrong with this host now."""
+        """Return what is wrong with this host now. A reader that has been silent too long is a finding, too."""
         self._take_lines()
         silent = self._clock() - self._answered
         if self._ended or silent <= SILENT_SECONDS:
@@ -74,7 +74,7 @@ class HealthMonitor:
         )
 
     def close(self) -> None:
-        """End the process. One that waits in the driver for ever ends later."""
+        """Kill the reading process. A process that hangs in the driver ends later."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
@@ -82,6 +82,7 @@ class HealthMonitor:
         self._process.stdout.close()
 
     def _take_lines(self) -> None:
+        """Read the lines that the process has written since the last call."""
         while not self._ended:
             try:
                 data = os.read(self._pipe, 1 << 16)
@@ -95,10 +96,11 @@ class HealthMonitor:
                 return
             *lines, self._incomplete = (self._incomplete + data).split(b"\n")
             for line in lines:
-                with suppress(ValueError):  # a line that a library of the driver wrote
+                with suppress(ValueError):  # not JSON: a line that a library of the driver has printed
                     self._take(json.loads(line))
 
     def _take(self, line: dict[str, Any]) -> None:
+        """Handle one line of the process: print its notes, and update the findings."""
         for note in line["notes"]:
             write_line(f"meshwright: {note}")
         readings = [HealthReading(each["part"], each["values"], tuple(each["xids"])) for each in line["readings"]]

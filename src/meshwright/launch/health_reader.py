@@ -1,7 +1,10 @@
-"""The process beside an agent that reads the health of its host: a driver that hangs must not stop the agent.
+"""A process next to an agent that reads the health of its host.
 
-`python -m meshwright.launch.health_reader COUNT` writes one JSON object a line: {seconds, notes, readings: [{part,
-values, xids}]}. `seconds` is the monotonic time. Descendants of its parent, the agent, may hold GPU memory.
+It is separate because a hanging driver must not stop the agent.
+
+`python -m meshwright.launch.health_reader COUNT` writes one JSON object per line: {seconds, notes, readings: [{part,
+values, xids}]}. `seconds` is monotonic time. Memory of the agent, its parent process, and of the agent's descendants
+does not count as memory of other processes.
 """
 
 from __future__ import annotations
@@ -19,15 +22,16 @@ from meshwright.launch.host_readings import HostReader
 from meshwright.policies.host_health import READING_SECONDS, HealthReading
 
 ALL = -1
-"""Count of all GPUs that are visible."""
+"""Value of COUNT that means all visible GPUs."""
 
 
 def readings(
     own_pid: int, count: int, seconds: float = READING_SECONDS
 ) -> Iterator[tuple[list[HealthReading], list[str]]]:
-    """Readings of host and GPUs every `seconds`, the first at once, with notes about what cannot be read.
+    """Yield readings of the host and its GPUs every `seconds`, the first at once.
 
-    Memory of processes that descend from `own_pid` is not that of others; the first `count` visible GPUs are read.
+    Each item has the readings, and notes about what cannot be read. The first `count` visible GPUs are read, or `ALL`.
+    Memory of `own_pid` and its descendants does not count as memory of other processes.
     """
     host = HostReader()
     gpus = None

@@ -1,4 +1,4 @@
-"""Readings of this host beside its GPUs: disk of temporary files, memory pressure, network ports, clock."""
+"""Readings of this host apart from its GPUs: disk for temporary files, memory pressure, network ports, clock."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ PORT_ERRORS = (
     "local_link_integrity_errors",
     "excessive_buffer_overrun_errors",
 )
-"""Counters of an InfiniBand or RoCE port under `counters` that a good cable and switch leave alone."""
+"""Error counters of an InfiniBand or RoCE port, in its folder `counters`. With good cables and switches they do not grow."""
 TRANSPORT_ERRORS = ("local_ack_timeout_err", "packet_seq_err", "out_of_sequence")
-"""Counters of the same port under `hw_counters`."""
+"""Error counters of the same port, in its folder `hw_counters`."""
 PORTS_EVERY = 10
-"""Readings between two looks for new ports. At these the counters of errors are read too, which lead to warnings only."""
+"""New ports are looked for at every tenth reading. Only then error counters are read, because they lead to warnings only."""
 _TIMEX_BYTES = 256
-"""More than `struct timex` takes."""
+"""Size of a buffer for `struct timex`, which is smaller."""
 _TIME_ERROR = 5
-"""Answer of adjtimex(2) for a clock that nothing keeps right."""
+"""What adjtimex(2) returns if the clock is not synchronised."""
 
 
 class HostReader:
-    """Reads the host again and again; a port counts as down only if it was up at an earlier reading."""
+    """Reads the host repeatedly. A port counts as down only if an earlier reading found it up."""
 
     def __init__(self) -> None:
         self._were_up: set[str] = set()
+        """Names of the ports that were up at some reading."""
         self._offset: float | None = None
+        """Seconds between the system clock and the time since boot, at the last reading."""
         self._unsynchronised = _unsynchronised()
         self._readings = 0
         self._ports: list[_Port] = []
 
     def read(self) -> list[HealthReading]:
-        """One reading of the host, and one of each network port. Errors of ports are in the first and every tenth reading."""
+        """Return one reading of the host and one of each network port. Port errors are in the first and every tenth reading."""
         errors = self._readings % PORTS_EVERY == 0
         self._readings += 1
         if errors:
@@ -55,14 +57,14 @@ class HostReader:
         return [HealthReading(HOST, values), *(reading for reading in ports if reading is not None)]
 
     def _clock(self) -> dict[str, float]:
-        """How far the clock was set since the reading before. The time in which the host sleeps counts as passed."""
+        """Return how far the clock was set since the last reading, in seconds. Time in which the host slept does not count."""
         offset = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         jump = 0.0 if self._offset is None else abs(offset - self._offset)
         self._offset = offset
         return {"clock_jump": jump, **self._unsynchronised}
 
     def _port(self, port: _Port, *, errors: bool) -> HealthReading | None:
-        """The state of a port, and with `errors` the sum of its error counters; None for a port that is gone."""
+        """Return the state of a port, and with `errors` the sum of its error counters; None if the port is gone."""
         state = _text(port.state)
         if state is None:
             return None
@@ -81,12 +83,13 @@ class HostReader:
 
 @dataclass(frozen=True)
 class _Port:
-    """A network port and its files."""
+    """A network port, and the files that describe it."""
 
     name: str
+    # `name` is shown in findings, for example "port mlx5_0/1"; `state` is the file with the port's state.
     state: str
     up: str
-    """Text in the file `state` of a port that is up."""
+    """Text that the file `state` contains if the port is up."""
     downed: str
     """File that counts how often the link was lost."""
     errors: tuple[str, ...]
@@ -94,6 +97,7 @@ class _Port:
 
 
 def _infiniband() -> Iterator[_Port]:
+    """Yield the ports of InfiniBand and RoCE devices."""
     for port in sorted(INFINIBAND.glob("*/ports/*")):
         errors = [port / "counters" / name for name in PORT_ERRORS]
         errors += [port / "hw_counters" / name for name in TRANSPORT_ERRORS]
@@ -107,7 +111,7 @@ def _infiniband() -> Iterator[_Port]:
 
 
 def _interfaces() -> Iterator[_Port]:
-    """Interfaces of devices; virtual ones have none."""
+    """Yield the network interfaces that have a device; virtual interfaces have none."""
     for interface in sorted(INTERFACES.glob("*")):
         if (interface / "device").exists():
             yield _Port(
@@ -120,7 +124,7 @@ def _interfaces() -> Iterator[_Port]:
 
 
 def _unsynchronised() -> dict[str, float]:
-    """Whether nothing keeps the host's clock right, at this time; empty where the kernel does not say."""
+    """Return whether the host's clock is not synchronised now; nothing if the kernel does not say."""
     with suppress(OSError, AttributeError):
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
         return {"clock_unsynchronised": float(state == _TIME_ERROR)}
@@ -128,6 +132,7 @@ def _unsynchronised() -> dict[str, float]:
 
 
 def _disk() -> dict[str, float]:
+    """Return the free bytes of the disk for temporary files, and whether it is read-only or missing."""
     try:
         state = os.statvfs(tempfile.gettempdir())
     except OSError:
@@ -139,7 +144,7 @@ def _disk() -> dict[str, float]:
 
 
 def _memory_pressure() -> dict[str, float]:
-    """Percent of the last 10 s in which all processes waited for memory."""
+    """Return the percentage of the last 10 s in which all processes waited for memory; nothing if the kernel does not say."""
     for line in (_text(PRESSURE) or "").splitlines():
         kind, *fields = line.split()
         if kind == "full":
@@ -148,6 +153,7 @@ def _memory_pressure() -> dict[str, float]:
 
 
 def _text(file: Path | str) -> str | None:
+    """Return the text of a file; None if it cannot be read."""
     try:
         with open(file, encoding="ascii", errors="replace") as opened:
             return opened.read().strip()

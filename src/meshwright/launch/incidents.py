@@ -1,6 +1,6 @@
-"""Incidents of a run: the rank that caused a failure, its activity, the waiting ranks, and the reaction.
+"""Incidents of a run: the rank that caused a failure, what it was doing, which ranks waited for it, and what follows.
 
-The coordinator writes `RUN/incidents/NNNN-STEP/incident.json` before it ends the ranks; agents add `stacks/rank-R.txt`.
+The coordinator writes `RUN/incidents/NNNN-STEP/incident.json` before it ends the ranks. Agents add `stacks/rank-R.txt`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.run import Assignment
 
 FOLDER = "incidents"
+"""Folder of all incidents in a run's folder."""
 FILE = "incident.json"
+"""File with the record of an incident, in the incident's own folder."""
 KEPT = 50
-"""Incidents that a run keeps; the oldest are removed."""
+"""Incidents that a run keeps. Older ones are removed."""
 LISTED_RANKS = 1024
-"""Most ranks and waiting ranks that an incident lists."""
+"""Most ranks, and most waiting ranks, in the record of an incident."""
 
 
 @dataclass(frozen=True)
 class JobSchedule:
-    """The schedule and layout of an attempt, and whether hosts wait in collectives."""
+    """Schedule and layout of an attempt. `hosts_wait`: whether collectives block the host thread, as they do on CPUs."""
 
     schedule: Schedule
     layout: Layout
@@ -46,7 +48,7 @@ class JobSchedule:
 
     @classmethod
     def read(cls, assignment: Path) -> JobSchedule | None:
-        """Return the schedule and layout of an assignment file; None if it cannot be read."""
+        """Read the schedule and layout from an assignment file; None if it cannot be read."""
         try:
             job = Assignment.read(assignment)
             cluster = job.run.cluster
@@ -56,7 +58,7 @@ class JobSchedule:
         return cls(schedule, Layout.of(job.plan, cluster.gpus_per_node), cluster.is_cpu)
 
     def label(self, state: RankState) -> str:
-        """Return the label of a rank's last action, or its phase."""
+        """Return the label of the action that a rank last began. A rank that is not training has its phase as label."""
         progress = state.progress
         if progress is None or progress.phase not in TRAINING or state.rank >= self.layout.ranks:
             return progress.phase if progress else "start"
@@ -66,7 +68,10 @@ class JobSchedule:
 
 
 def statuses(ranks: Sequence[RankState], hosts: Mapping[int, str], seconds: Mapping[int, float]) -> list[RankStatus]:
-    """Return the state of the ranks that have begun, as input of `diagnosis.culprit`."""
+    """Return the ranks that have begun, as input of `diagnosis.culprit`.
+
+    `hosts` has the host of each rank, `seconds` the time since its last progress; 0 if unknown.
+    """
     return [
         RankStatus(
             rank.rank,
@@ -85,17 +90,21 @@ def statuses(ranks: Sequence[RankState], hosts: Mapping[int, str], seconds: Mapp
 
 
 def culprit_of_hang(job: JobSchedule | None, ranks: Sequence[RankStatus]) -> Culprit | None:
-    """The rank that holds up the job; None if the attempt's schedule is not known."""
+    """Return the rank that holds up a hanging job; None if the attempt's schedule is unknown. `ranks` is from `statuses`."""
     return None if job is None else find_culprit(ranks, job.schedule, job.layout, hosts_wait=job.hosts_wait)
 
 
 def is_recorded(incident: Incident, stop_codes: Sequence[int]) -> bool:
-    """Whether a failure is an incident: bad input and requests to stop are none."""
+    """Whether a failure is recorded as an incident. Bad input and requested stops (`stop_codes`) are not."""
     return incident.code not in (EXIT_BAD_INPUT, *stop_codes)
 
 
 def blamed(incident: Incident, ranks: Sequence[RankState], hosts: Mapping[int, str]) -> Incident:
-    """The incident with the rank that caused it: if ranks only report a lost peer, the one rank that a signal has stopped."""
+    """Return the incident with the rank that caused it.
+
+    If the ranks report only that they lost a peer, and exactly one rank has been stopped by a signal, that rank is the
+    cause.
+    """
     stopped = [rank.rank for rank in ranks if rank.stopped and rank.code is None and not rank.failed]
     if incident.hang or incident.corrupt or incident.code not in PEER_LOSS_CODES or len(stopped) != 1:
         return incident
@@ -104,7 +113,7 @@ def blamed(incident: Incident, ranks: Sequence[RankState], hosts: Mapping[int, s
 
 
 class IncidentWriter:
-    """Writes the incidents of a run, in a thread."""
+    """Writes the incidents of a run in a thread."""
 
     def __init__(self, run: Path) -> None:
         self._run = run.absolute()
@@ -121,7 +130,10 @@ class IncidentWriter:
         assignment: Path,
         culprit: Culprit | None,
     ) -> Path:
-        """Write an incident as `write_incident` does, and return its folder. `assignment` is the attempt's file."""
+        """Start writing an incident, and return its folder.
+
+        The arguments are those of `write_incident`, but `assignment` is the file of the attempt's assignment.
+        """
         folder = new_folder(self._run, incident.step)
 
         def write(incident: Incident) -> None:
@@ -135,7 +147,11 @@ class IncidentWriter:
         return folder
 
     def blame_host(self, host: str, reason: str) -> None:
-        """Let the newest incident name a lost host instead of a rank that lost its peers, which fails before the host is missed."""
+        """Let the newest incident blame a host that is now known to be lost.
+
+        The peers of a lost host fail before the loss of the host is noticed. So the incident may name a rank that only
+        reported a lost peer.
+        """
         if self._newest is None:
             return
         incident, write = self._newest
@@ -151,17 +167,17 @@ class IncidentWriter:
 
 
 def new_folder(run: Path, step: int | None) -> Path:
-    """Create the folder of the next incident, numbered after the newest, and return it; the oldest ones are removed."""
+    """Create and return the folder of the next incident. Its number follows the newest one; the oldest folders are removed."""
     existing: list[Path] = []
-    with suppress(OSError):  # the writer of the incident reports it
+    with suppress(OSError):  # an error is reported when the incident is written
         existing = sorted(path for path in (run / FOLDER).glob("[0-9]*-*") if path.is_dir())
     for path in existing[: max(0, len(existing) + 1 - KEPT)]:
         shutil.rmtree(path, ignore_errors=True)
     number = int(existing[-1].name.partition("-")[0]) + 1 if existing else 1
     folder = run / FOLDER / f"{number:04d}-{step or 0}"
     with suppress(OSError):
-        folder.parent.mkdir(exist_ok=True)  # without its parents: a run's folder that was deleted stays so
-        folder.mkdir()  # now, so that an incident at the same time gets the next number
+        folder.parent.mkdir(exist_ok=True)  # without parents: if the run's folder was deleted, it must not reappear
+        folder.mkdir()  # at once, so that an incident at the same time gets the next number
     return folder
 
 
@@ -175,7 +191,11 @@ def write_incident(
     job: JobSchedule | None,
     culprit: Culprit | None,
 ) -> None:
-    """Write `incident.json`. `answer` says what follows; `culprit` is the finding for a hang."""
+    """Write `incident.json` into `folder`.
+
+    `attempt` is the number of the failed attempt, and `answer` says what follows. `ranks` are the states of all ranks,
+    and `hosts` their hosts. For a hang, `culprit` is the rank that holds up the job.
+    """
     incident = blamed(incident, ranks, hosts)
     state = next((rank for rank in ranks if rank.rank == incident.rank), None)
     record = {
@@ -200,6 +220,7 @@ def write_incident(
 
 
 def _cause_of(incident: Incident) -> str:
+    """Return the kind of an incident: hang, corruption, killed (by a signal) or failure."""
     if incident.hang:
         return "hang"
     if incident.corrupt:
@@ -208,7 +229,7 @@ def _cause_of(incident: Incident) -> str:
 
 
 def _action_of(incident: Incident, state: RankState | None, job: JobSchedule | None, culprit: Culprit | None) -> str:
-    """What the rank of an incident was doing."""
+    """Return what the rank of an incident was doing."""
     if incident.corrupt:
         return "check of its state"
     if culprit is not None:
@@ -217,6 +238,7 @@ def _action_of(incident: Incident, state: RankState | None, job: JobSchedule | N
 
 
 def _rank_record(state: RankState, hosts: Mapping[int, str], job: JobSchedule | None) -> dict[str, Any]:
+    """Return what an incident records about one rank."""
     progress = state.progress
     action = str(progress.action) if progress else ""
     return {
@@ -233,11 +255,14 @@ def _rank_record(state: RankState, hosts: Mapping[int, str], job: JobSchedule | 
 
 
 _SHOWN = {"time", "step", "attempt", "cause", "rank", "host", "action", "reason", "confidence", "answer"}
-"""Keys of a record that its readers show."""
+"""Keys that a record must have for its readers."""
 
 
 def read_incidents(run: Path) -> list[dict[str, Any]]:
-    """The incidents of a run, oldest first, each with the folder of its evidence; damaged records are left out."""
+    """Return the incidents of a run, the oldest first. Damaged records are left out.
+
+    Each is its record, with its folder as `evidence` and the names of its `stacks`.
+    """
     found = []
     for path in sorted((run / FOLDER).glob(f"*/{FILE}")):
         try:

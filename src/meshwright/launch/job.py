@@ -1,4 +1,4 @@
-"""A run on this host's ranks: from its description to the job's exit code."""
+"""Runs a job on this host's devices: from the run's description to the job's exit code."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from meshwright.launch.prepare import Note, PreparedRun
 
 HOST = "this host"
+"""Name of the only agent."""
 
 
 def run_job(
@@ -43,10 +44,13 @@ def run_job(
     announce: Callable[[PreparedRun], None] = lambda prepared: None,
     listener: Listener | None = None,
 ) -> int:
-    """Start the run's local ranks, prepare the run while they import, and train; returns the job's exit code.
+    """Start the ranks on this host, prepare the run while they import, and train. Return the job's exit code.
 
-    `note` receives remarks of the preparation, `announce` the prepared run before it begins, `listener` the ranks'
-    messages. An exception of `listener` stops the run after the current step, with a checkpoint, and is raised then.
+    `run` is started in the folder `runs`/NAME. `profile`, `timeline` and `replay` are passed to `prepare_run`. `note`
+    receives remarks during the preparation. `announce` is called with the prepared run before it begins. `listener`
+    receives the messages of the ranks. If it raises an exception, the run stops after the current step with a
+    checkpoint, and the exception is raised again here.
+
     Raises the errors of `prepare_run`, BadInput for a cluster of several hosts, and Interrupted at the second Ctrl-C.
     """
     if run.cluster.nodes > 1:
@@ -56,7 +60,8 @@ def run_job(
             "--rdzv-endpoint HOST:PORT -m meshwright train …"
         )
     if run.train.global_batch % run.cluster.ranks and run.train.global_batch_tokens is None:
-        # If the batch divides, no part of a host is faster (`planner.devices`); then the planner need not be imported.
+        # If the batch divides evenly, using fewer devices is never faster (`planner.devices`), and the planner need not
+        # be imported.
         from meshwright.launch.prepare import on_used_devices
 
         run = on_used_devices(run, note)
@@ -73,7 +78,7 @@ def run_job(
     ):
         guard.agent = agent
         end_orphans(folder)
-        from meshwright.launch.prepare import prepare_run  # during the imports of the ranks
+        from meshwright.launch.prepare import prepare_run  # imported late, while the ranks import
 
         prepared = prepare_run(run, runs, profile=profile, note=note, timeline=timeline, replay=replay)
         if prepared is None:
@@ -91,7 +96,7 @@ def run_job(
 
 
 def _supervise(agent: Agent, prepared: PreparedRun, endpoint: MetricsEndpoint) -> int:
-    """Run the attempts of a prepared run until one is done or no further one follows; returns the exit code."""
+    """Run attempts of a prepared run until one succeeds or the run gives up. Return the exit code."""
     from meshwright.launch.attempts import hang_seconds, opening_state, rules_of, write_attempt
 
     run = prepared.assignment.run
@@ -114,7 +119,7 @@ def _supervise(agent: Agent, prepared: PreparedRun, endpoint: MetricsEndpoint) -
             progress.update()
             endpoint.update(report.ranks, report.findings)
             agent.obey(directive)
-        agent.obey(coordinator.receive(agent.report()))  # its evidence, if the job ended at once
+        agent.obey(coordinator.receive(agent.report()))  # if the job ended at once, this still collects its evidence
     agent.close_attempt()
     with closing(DefectReporter(run)) as report_defect:
         for exclusion in coordinator.state.excluded:
@@ -125,7 +130,7 @@ def _supervise(agent: Agent, prepared: PreparedRun, endpoint: MetricsEndpoint) -
 
 
 class _Guard:
-    """Passes messages to a listener until it raises; then requests a stop of the ranks, and stores the exception."""
+    """Passes messages to the listener until it raises. Then it keeps the exception and asks the ranks to stop."""
 
     def __init__(self, listener: Listener | None) -> None:
         self._listener = listener

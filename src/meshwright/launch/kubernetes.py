@@ -1,4 +1,4 @@
-"""Kubernetes objects of a run: a JobSet (v1alpha2), or a TrainJob of Kubeflow Trainer v2 with its runtime."""
+"""Kubernetes objects of a run: a JobSet (v1alpha2), or a TrainJob of Kubeflow Trainer v2 with its TrainingRuntime."""
 
 from __future__ import annotations
 
@@ -21,24 +21,27 @@ from meshwright.spec.node_label import LABEL_KEY
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 
 PORT = 29400
-"""Port of the coordinator."""
+"""TCP port of the coordinator."""
 TOKEN_FOLDER = "/etc/meshwright-token"
+"""Where the job token is mounted in pods."""
 STORAGE_FOLDER = "/workspace"
+"""Where the shared storage is mounted in pods."""
 JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 LONGEST_NAME = 63
-"""Characters of an object's name as part of a DNS name."""
+"""Most characters of an object's name, which is a DNS label."""
 LARGEST_CONFIG_MAP = 1 << 20
-"""Most bytes of a ConfigMap (limit of Kubernetes)."""
+"""Most bytes of a ConfigMap, a limit of Kubernetes."""
 LABEL_ACCOUNT = "meshwright-labels"
-"""Service account of pods that label the nodes of excluded hosts, and the role that it needs."""
+"""Name of the service account with which pods label the nodes of excluded hosts, and of its cluster role."""
 REPLICATED_JOB = "node"
-"""Name of the replicated job and of its container; Kubeflow's trainer expects it."""
+"""Name of the replicated job, and of its container. Kubeflow's trainer expects this name."""
 
 LONGEST_DNS_NAME = 253
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _IMAGE = re.compile(r"[][A-Za-z0-9._/:@+-]+")
 
 Object = dict[str, Any]
+"""A Kubernetes object, or a part of one."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,13 @@ class Container:
 
     image: str
     claim: str | None
-    """PersistentVolumeClaim, or SkyPilot's volume, that all mount; data and run folders lie on it. Pods need one."""
+    """Name of the PersistentVolumeClaim, or of SkyPilot's volume, that all hosts mount. It holds data and run folders.
+
+    Pods need one.
+    """
 
     def __post_init__(self) -> None:
-        """Raises BadInput for values that Kubernetes would refuse."""
+        """Raise BadInput for values that Kubernetes would refuse."""
         if not _IMAGE.fullmatch(self.image):
             raise BadInput(f"--image {self.image!r}: expected an image such as registry.example/meshwright:1")
         if self.claim is None:
@@ -63,14 +69,14 @@ class Container:
 
 @dataclass(frozen=True)
 class Queue:
-    """Queue of Kueue for the run, and the level of its topology within which the hosts should lie."""
+    """The run's queue in Kueue, and the topology level within which Kueue should place its hosts."""
 
     name: str
     topology: str | None = None
-    """Label of nodes, e.g. `cloud.google.com/gce-topology-block`."""
+    """Node label of the topology level, for example `cloud.google.com/gce-topology-block`."""
 
     def __post_init__(self) -> None:
-        """Raises BadInput for values that Kubernetes would refuse."""
+        """Raise BadInput for values that Kubernetes would refuse."""
         if len(self.name) > LONGEST_NAME or not _DNS_NAME.fullmatch(self.name) or "." in self.name:
             raise BadInput(f"--queue {self.name!r}: expected lower-case letters, digits and '-', as in team-queue")
         if self.topology is not None and not LABEL_KEY.fullmatch(self.topology):
@@ -78,17 +84,20 @@ class Queue:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Labels of the object that Kueue admits."""
+        """Labels for the object that Kueue admits."""
         return {"kueue.x-k8s.io/queue-name": self.name}
 
     @property
     def pod_annotations(self) -> dict[str, str]:
-        """Annotations of the pods' template."""
+        """Annotations for the template of the pods."""
         return {} if self.topology is None else {"kueue.x-k8s.io/podset-preferred-topology": self.topology}
 
 
 def jobset_yaml(job: SchedulerJob, container: Container, queue: Queue | None = None) -> str:
-    """The JobSet, its run file and the network policy, as YAML documents."""
+    """Return the JobSet, its run file and its network policy as YAML documents.
+
+    Raises BadInput if the run file is too large.
+    """
     name = object_name(job)
     jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -100,7 +109,10 @@ def jobset_yaml(job: SchedulerJob, container: Container, queue: Queue | None = N
 
 
 def trainjob_yaml(job: SchedulerJob, container: Container, queue: Queue | None = None) -> str:
-    """The TrainJob, its TrainingRuntime, the run file and the network policy, as YAML documents."""
+    """Return the TrainJob, its TrainingRuntime, run file and network policy as YAML documents.
+
+    Raises BadInput like `jobset_yaml`.
+    """
     name = object_name(job)
     spec = _jobset_spec(job, container, name, queue, labels={"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
     runtime = {
@@ -123,7 +135,12 @@ def trainjob_yaml(job: SchedulerJob, container: Container, queue: Queue | None =
 
 
 def object_name(job: SchedulerJob) -> str:
-    """The run's name as a DNS label that leaves space for the suffix of its pods' names."""
+    """Return the run's name as a DNS label.
+
+    It is short enough that the names of the pods fit into `LONGEST_NAME` characters.
+
+    Kubernetes appends a suffix to it for each pod, for example "-node-0-15-abcde".
+    """
     longest = LONGEST_NAME - len(f"-{REPLICATED_JOB}-0-{job.hosts - 1}-abcde")
     label = re.sub(r"[^a-z0-9]+", "-", job.run.name.lower()).strip("-")
     if not label[:1].isalpha():
@@ -132,18 +149,19 @@ def object_name(job: SchedulerJob) -> str:
 
 
 def _queued(name: str, queue: Queue | None) -> Object:
-    """Metadata of the object that starts the run."""
+    """Return the metadata of the object that starts the run."""
     return {"name": name} | ({"labels": queue.labels} if queue is not None else {})
 
 
 def _suspended(queue: Queue | None) -> Object:
-    """Kueue starts what it admits; until then it is suspended."""
+    """Return the field that suspends a queued object. Kueue removes it when it admits the object."""
     return {"suspend": True} if queue is not None else {}
 
 
 def _jobset_spec(
     job: SchedulerJob, container: Container, name: str, queue: Queue | None, labels: dict[str, str] | None = None
 ) -> Object:
+    """Return the specification of the JobSet. Exit codes decide whether it is restarted or fails for good."""
     metadata = {"metadata": {"labels": labels}} if labels else {}
     template = metadata | {"spec": _job_spec(job, container, name, queue)}
     return {
@@ -161,7 +179,10 @@ def _jobset_spec(
 
 
 def _rule(name: str, action: str, index: int) -> Object:
-    """The action for jobs that ended by rule `index` of their podFailurePolicy, which the message names at its end."""
+    """Return a failure rule of the JobSet for jobs that failed by rule `index` of their podFailurePolicy.
+
+    Such a job's failure message ends with "rule at index N".
+    """
     return {
         "name": name,
         "action": action,
@@ -171,9 +192,9 @@ def _rule(name: str, action: str, index: int) -> Object:
 
 
 def _job_spec(job: SchedulerJob, container: Container, name: str, queue: Queue | None) -> Object:
-    """Return the specification of a job with one pod per host.
+    """Return the specification of a job with one pod for each host.
 
-    A pod that fails with another code is created again, and its agent joins the run again.
+    If a pod fails with an exit code that no rule names, Kubernetes creates it again, and its agent rejoins the run.
     """
     annotations = queue.pod_annotations if queue is not None else {}
     return {
@@ -202,6 +223,7 @@ def _exit_rule(action: str, codes: tuple[int, ...]) -> Object:
 
 
 def _pod_spec(job: SchedulerJob, container: Container, name: str) -> Object:
+    """Return the specification of a pod. No two pods of the run share a host."""
     one_pod_per_host = {
         "labelSelector": {"matchLabels": {JOBSET_NAME_LABEL: name}},
         "topologyKey": "kubernetes.io/hostname",
@@ -223,13 +245,14 @@ def _pod_spec(job: SchedulerJob, container: Container, name: str) -> Object:
 
 
 def _account(job: SchedulerJob) -> Object:
-    """The service account of the pods: one that may label nodes, or none."""
+    """Return the fields for the pods' service account: the account that may label nodes, or none."""
     if job.run.supervision.report_label is None:
         return {"automountServiceAccountToken": False}
     return {"serviceAccountName": LABEL_ACCOUNT, "automountServiceAccountToken": True}
 
 
 def _container(job: SchedulerJob, container: Container, name: str) -> Object:
+    """Return the container of a pod, which runs one agent."""
     cluster = job.run.cluster
     limits: Object = (
         {f"{job.gpu_vendor}/gpu": cluster.gpus_per_node} if job.gpu_vendor else {"cpu": cluster.gpus_per_node}
@@ -258,12 +281,12 @@ def _container(job: SchedulerJob, container: Container, name: str) -> Object:
 
 
 def command_arguments(*arguments: str) -> list[str]:
-    """The arguments of a container's command; Kubernetes replaces `$(NAME)` in them, and `$$` by `$`."""
+    """Return the arguments of a container's command. `$` is doubled, because Kubernetes replaces `$(NAME)` in them."""
     return [word.replace("$", "$$") for word in arguments]
 
 
 def _config_map(job: SchedulerJob, name: str) -> str:
-    """The run's files as literal blocks, which can be read and edited."""
+    """Return the ConfigMap with the run's files as literal blocks, which people can read and edit."""
     files = job.files()
     size = sum(len(text.encode()) for text in files.values())
     if size > LARGEST_CONFIG_MAP:
@@ -276,7 +299,10 @@ def _config_map(job: SchedulerJob, name: str) -> str:
 
 
 def block(key: str, text: str, depth: int) -> str:
-    """An entry of a mapping as a literal block, two spaces for each level; in quotes where YAML would read other text."""
+    """Return `key: text` as YAML, indented by two spaces for each level of `depth`.
+
+    The text is a literal block (`|`) where possible. It is quoted if YAML would read another text from such a block.
+    """
     body = text.removesuffix("\n")
     margin = " " * 2 * depth
     if (
@@ -289,9 +315,9 @@ def block(key: str, text: str, depth: int) -> str:
 
 
 def _network_policy(name: str) -> Object:
-    """Return the policy by which only pods of the run reach each other.
+    """Return a policy that lets only pods of the same run reach each other.
 
-    Stores and NCCL listen on all addresses of a pod, without a token.
+    It is needed because stores and NCCL listen on all addresses of a pod and ask for no token.
     """
     pods = {"matchLabels": {JOBSET_NAME_LABEL: name}}
     return {
@@ -303,7 +329,7 @@ def _network_policy(name: str) -> Object:
 
 
 def _documents(job: SchedulerJob, name: str, objects: list[Object]) -> str:
-    """The objects as YAML, below the commands that start the run."""
+    """Return the ConfigMap and the objects as YAML documents, after comments with the commands that start the run."""
     header = [
         comment(job.summary),
         "# Before the first start, a token that the pods share:",
@@ -315,7 +341,7 @@ def _documents(job: SchedulerJob, name: str, objects: list[Object]) -> str:
 
 
 def _account_commands(job: SchedulerJob) -> list[str]:
-    """How an administrator lets the pods label nodes."""
+    """Return comments with the commands by which an administrator allows the pods to label nodes."""
     if job.run.supervision.report_label is None:
         return []
     return [

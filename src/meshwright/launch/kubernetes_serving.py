@@ -1,7 +1,8 @@
-"""Kubernetes objects of a serving deployment: servers by role, router and cache, found by headless services.
+"""Kubernetes objects of a serving deployment: servers of each role, a router and a block cache.
 
-Servers of a role are a StatefulSet, or a LeaderWorkerSet with groups of one. The names of their pods stay: decode servers know the prefill
-servers by them. The router knows each role by the name of its headless service, and looks its addresses up again and again.
+The servers of a role are a StatefulSet, or a LeaderWorkerSet with groups of one pod. Both keep the names of their pods,
+which is necessary because decode servers know the prefill servers by name. The router knows each role by the name of
+its headless service, and looks up the addresses of the pods repeatedly.
 """
 
 from __future__ import annotations
@@ -18,40 +19,50 @@ from meshwright.spec.deployment import Deployment, Role, deployment_name
 from meshwright.spec.errors import BadInput
 
 HTTP_PORT = 8000
+"""TCP port of servers and routers for requests."""
 TRANSFER_PORT = 8100
+"""TCP port of prefill servers for exchanges with other engines."""
 CACHE_PORT = 8200
+"""TCP port of the block cache."""
 NAME_LABEL = "app.kubernetes.io/name"
+"""Label of all pods, with the deployment's name."""
 COMPONENT_LABEL = "app.kubernetes.io/component"
+"""Label of all pods, with the component: a role, `router` or `cache`."""
 DEPLOYMENT_FILE = "deployment.yaml"
+"""File name of the deployment's plan in the ConfigMap."""
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+"""All roles of a server, in the order of the objects."""
 LONGEST_NAME = 40
-"""Characters of the deployment's name; those of its pods are longer."""
+"""Most characters of the deployment's name. The names of its pods are longer, and have a limit of 63."""
 MOST_CACHE_GIB = 10**6
+"""Largest block cache, in GiB."""
 ROUTERS = 2
-"""Routers, so that one can be lost."""
+"""Number of routers. With two, one may fail."""
 START_SECONDS = 1800
-"""Longest time that a server may take to load its model."""
+"""Seconds that a server may take to load its model."""
 END_SECONDS = 60
-"""Time for running requests when a pod is stopped."""
+"""Seconds for which running requests may continue when a pod is stopped."""
 
 
 @dataclass(frozen=True)
 class ServingJob:
-    """A deployment as Kubernetes serves it."""
+    """A serving deployment, and how Kubernetes runs it."""
 
     deployment: Deployment
+    # `name` is the deployment's name, and the model's name in the API.
     name: str
     model: str
-    """Folder of the model, in the volume or in the image."""
+    """Folder of the model, on the mounted volume or in the image."""
     container: Container
     cache_gib: float | None = None
-    """Host memory of a cache of blocks for all servers; None: there is none."""
+    """GiB of host memory for a block cache that all servers share; None without such a cache."""
     queue: Queue | None = None
-    """Queue of Kueue that admits the servers."""
+    """Kueue's queue that admits the servers; None without Kueue."""
     leader_worker_set: bool = False
-    """Whether servers are a LeaderWorkerSet: Kueue admits each server by itself, and a StatefulSet as a whole."""
+    """Whether servers are LeaderWorkerSets. Kueue then admits each server separately; it admits a StatefulSet as a whole."""
 
     def __post_init__(self) -> None:
+        """Raise BadInput for a name that is too long or no DNS label, and for a cache of an impossible size."""
         if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", self.name):
             raise BadInput(
                 f"--name {self.name!r}: expected at most {LONGEST_NAME} lower-case letters, digits and -, with a letter first"
@@ -62,7 +73,7 @@ class ServingJob:
 
     @property
     def roles(self) -> dict[Role, int]:
-        """The roles that the deployment has, and the servers of each."""
+        """Number of servers of each role; roles without servers are left out."""
         counts = {
             role: sum(instance.count for instance in self.deployment.instances if instance.role == role)
             for role in ROLES
@@ -70,12 +81,12 @@ class ServingJob:
         return {role: count for role, count in counts.items() if count}
 
     def service(self, component: str) -> str:
-        """The name of the service, and of the set of pods, of a role, the router or the cache."""
+        """Return the name of a component's service and set of pods. A component is a role, `router` or `cache`."""
         return f"{self.name}-{component}"
 
 
 def serving_yaml(job: ServingJob) -> str:
-    """All objects as YAML documents. Raises BadInput for a deployment that this release cannot serve."""
+    """Return all objects as YAML documents. Raises BadInput for a deployment that this release cannot serve."""
     if job.cache_gib is not None and any(instance.expert > 1 for instance in job.deployment.instances):
         raise BadInput("--cache-gib: instances with groups of experts read no cache of blocks")
     objects = [_plan_file(job), _network_policy(job)]
@@ -100,7 +111,7 @@ def serving_yaml(job: ServingJob) -> str:
 
 
 def _servers(job: ServingJob, role: Role) -> Object:
-    """The servers of one role. A pod whose engine fails ends and is started again."""
+    """Return the set of servers of one role. If a server's engine fails, its pod ends and is started again."""
     settings = server_settings(job.deployment, role)
     devices = settings["tensor"] * settings.get("expert", 1)
     arguments = ["serve", job.model, "--plan", f"{KEPT_FILES}/{DEPLOYMENT_FILE}", "--role", role, "--name", job.name]
@@ -147,7 +158,10 @@ def _servers(job: ServingJob, role: Role) -> Object:
 
 
 def _leader_worker_set(metadata: Object, servers: int, template: Object) -> Object:
-    """Groups of one pod, since a server has one host. A pod's address is NAME-NUMBER.NAME, as that of a StatefulSet's."""
+    """Return a set of groups with one pod each, because a server uses one host.
+
+    The address of a pod is NAME-NUMBER.NAME, as in a StatefulSet.
+    """
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
@@ -169,7 +183,7 @@ def _prefill_addresses(job: ServingJob) -> list[str]:
 def _deployment(
     job: ServingJob, component: str, arguments: list[str], port: int, limits: Object, replicas: int = 1
 ) -> Object:
-    """Router or cache: pods without state that must be kept."""
+    """Return the Deployment of the router or the cache, whose pods hold no state that must survive."""
     labels = _labels(job, component)
     container = _container(job, arguments, port, limits)
     if component == "cache":
@@ -187,6 +201,7 @@ def _deployment(
 
 
 def _pod(container: Object, volumes: list[Object]) -> Object:
+    """Return the specification of a pod with one container."""
     return {
         "terminationGracePeriodSeconds": END_SECONDS,
         "automountServiceAccountToken": False,
@@ -197,6 +212,7 @@ def _pod(container: Object, volumes: list[Object]) -> Object:
 
 
 def _container(job: ServingJob, arguments: list[str], port: int, limits: Object) -> Object:
+    """Return a container that runs `meshwright` with `arguments`. The keys come from the deployment's secret."""
     keys = {"MESHWRIGHT_API_KEY": "api", "MESHWRIGHT_TRANSFER_KEY": "transfer"}
     secret = f"{job.name}-keys"
     return {
@@ -219,7 +235,7 @@ def _health() -> Object:
 
 
 def _service(job: ServingJob, component: str, port: int = HTTP_PORT, *, headless: bool = False) -> Object:
-    """The service of a role, the router or the cache; a headless one gives the addresses of all its pods."""
+    """Return the service of a component. The name of a headless service resolves to the addresses of all its pods."""
     labels = _labels(job, component)
     spec: Object = {"selector": labels, "ports": [{"port": port}]}
     if headless:
@@ -235,7 +251,7 @@ def _plan_file(job: ServingJob) -> Object:
 
 
 def _network_policy(job: ServingJob) -> Object:
-    """Return the policy by which only pods of the deployment reach servers and cache; clients reach the router."""
+    """Return a policy that lets only pods of the deployment reach servers and cache. Clients may reach the router."""
     pods = {"matchLabels": {NAME_LABEL: job.name}}
     others = [{"key": COMPONENT_LABEL, "operator": "NotIn", "values": ["router"]}]
     return {

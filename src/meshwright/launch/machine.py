@@ -1,4 +1,4 @@
-"""The devices, cores and memory of this host, detected without torch."""
+"""Detects the devices, cores and memory of this host, without torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from meshwright.spec.rank_environment import RankEnvironment, started_by_launche
 from meshwright.spec.secrets import without_secrets
 
 _DEVICE_NODES = ("nvidia[0-9]*", "kfd", "dxg")
-"""Device files of GPUs that nvidia-smi may not list: in a container without it, of another vendor, under WSL."""
+"""Device files of GPUs that nvidia-smi may not list: in a container without nvidia-smi, of another vendor, or under WSL."""
 NVIDIA_SMI_SECONDS = 60.0
-"""Time in which nvidia-smi answers on a host with eight GPUs whose driver must first be loaded, with a margin."""
+"""Seconds to wait for nvidia-smi. It covers a host with eight GPUs whose driver must be loaded first."""
 
 
 def found_cluster(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The `cluster` section for `auto`: this host's GPUs or one CPU rank, or the ranks that a launcher started."""
+    """Return the `cluster` section for `cluster: auto`.
+
+    It describes the ranks that a launcher has started, if there is one; otherwise this host's GPUs, or one CPU rank.
+    """
     names = _gpu_names()
     section: dict[str, Any] = {"gpu": "cpu", "nodes": 1, "gpus_per_node": max(1, len(names))}
     if names:
@@ -39,7 +42,10 @@ def found_cluster(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def is_here(cluster: ClusterSpec, here: Mapping[str, Any] | None = None) -> bool:
-    """Whether this machine (`here`, as returned by `found_cluster`) has the devices of `cluster`."""
+    """Whether this host has the devices of `cluster`. `here` is a result of `found_cluster`, to avoid a new detection.
+
+    Clusters of several hosts count as elsewhere.
+    """
     if cluster.is_cpu or cluster.nodes > 1:
         return cluster.nodes == 1
     here = here or found_cluster()
@@ -47,7 +53,7 @@ def is_here(cluster: ClusterSpec, here: Mapping[str, Any] | None = None) -> bool
 
 
 def check_devices(cluster: ClusterSpec) -> None:
-    """Raise BadInput if this host lacks the GPUs of a local run. Torch checks GPUs that nvidia-smi does not know."""
+    """Raise BadInput if this host lacks the GPUs of a local run. For GPUs unknown to nvidia-smi, torch checks later."""
     if cluster.is_cpu:
         return
     count = visible_gpus()
@@ -66,18 +72,18 @@ def check_devices(cluster: ClusterSpec) -> None:
 
 
 def visible_gpus() -> int:
-    """Number of GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES allows."""
+    """Return the number of GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES allows."""
     return len(_gpu_names())
 
 
 def host_memory_bytes() -> int:
-    """Physical memory of this host, or the lowest limit of the batch system or the container when that is lower."""
+    """Return the bytes of memory that may be used: this host's memory, or a lower limit of the batch system or container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *(limit.limit for limit in cgroup_memory())])
 
 
 def rank_threads(cluster: ClusterSpec) -> int:
-    """CPU threads of one rank: its share of the usable cores; a rank that computes on a GPU needs only a few."""
+    """Return the number of CPU threads of one rank: its share of the usable cores, but at most 8 if it computes on a GPU."""
     cores_per_rank = max(1, usable_cores() // cluster.gpus_per_node)
     return cores_per_rank if cluster.is_cpu else min(8, cores_per_rank)
 
@@ -91,10 +97,12 @@ def _gpu_memory_gib() -> float:
 
 
 def _query(field: str) -> list[str]:
-    """Return nvidia-smi's value of a field for each visible GPU, in the order of CUDA_VISIBLE_DEVICES; empty without GPUs.
+    """Return nvidia-smi's value of a field for each visible GPU, in the order of CUDA_VISIBLE_DEVICES; empty without
+    GPUs.
 
-    nvidia-smi lists no MIG devices: one of them has the value of the first GPU. Raises OutOfResources if nvidia-smi does
-    not answer.
+    nvidia-smi does not list MIG devices. A MIG device therefore gets the value of the first GPU.
+
+    Raises OutOfResources if nvidia-smi does not answer.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None or visible == "":
@@ -120,6 +128,6 @@ def _query(field: str) -> list[str]:
         [line.partition(",") for line in answer.stdout.splitlines() if "," in line] if answer.returncode == 0 else []
     )
     values = [value.strip() for _, _, value in lines]
-    if visible is not None and visible.startswith("MIG-"):  # a process can use one
+    if visible is not None and visible.startswith("MIG-"):  # a process can use only one MIG device
         return values[:1]
     return [values[index] for index in visible_indices([identity.strip() for identity, _, _ in lines], visible)]

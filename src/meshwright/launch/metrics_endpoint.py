@@ -1,7 +1,8 @@
-"""Serves the figures of a run in the text format of Prometheus, from the process that starts the ranks of a host.
+"""Serves a run's figures in Prometheus's text format, from the process that starts the ranks of a host.
 
-Off unless `observe.prometheus` names an address. On several hosts every agent serves the figures of the whole run and
-its own ranks. Requests are answered in a thread with few connections; neither supervision nor training waits for it.
+It is off unless `observe.prometheus` names an address. On several hosts, each agent serves the figures of the whole run
+and of its own ranks. A thread answers the requests, with a limited number of connections. Supervision and training
+never wait for that thread.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.listen_address import listen_address
 
 KEY = "observe.prometheus"
+"""The setting with the address."""
 
 
 @dataclass
 class _RankPhase:
-    """The step and phase of a rank, and the monotonic time at which the phase was first seen."""
+    """Step and phase of a rank. `since` is the monotonic time in seconds at which they were first seen."""
 
     step: int
     phase: str
@@ -35,7 +37,7 @@ class _RankPhase:
 
 
 class MetricsEndpoint:
-    """The metrics of one host. `update` is called by the process that supervises, `text` by the thread that serves."""
+    """The metrics of one host. The supervising process calls `update`, and the serving thread calls `text`."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = folder.name
@@ -46,7 +48,7 @@ class MetricsEndpoint:
         self._reading = threading.Lock()
 
     def update(self, ranks: Sequence[RankState], findings: Sequence[HealthFinding] = ()) -> None:
-        """Take the states of this host's ranks, and what is wrong with the host."""
+        """Store the states of this host's ranks, and the findings about the host's health."""
         self._findings = findings
         known = self._ranks
         found: dict[int, _RankPhase] = {}
@@ -59,7 +61,7 @@ class MetricsEndpoint:
         self._ranks = found
 
     def text(self) -> str:
-        """The answer to a request."""
+        """Return the answer to a request: all metrics as text."""
         with self._reading:
             figures = self._figures.read()
         return exposition([*run_metrics(self._run, figures), *self._rank_metrics(), self._health_metric()])
@@ -69,6 +71,7 @@ class MetricsEndpoint:
         return Metric("meshwright_host_finding", "gauge", "A rule of health that a part of this host meets.", findings)
 
     def _rank_metrics(self) -> list[Metric]:
+        """Return metrics about the ranks of this host: their steps, and how long they have been in their phases."""
         ranks = self._ranks
         now = self._clock()
         labels = {rank: {"run": self._run, "rank": str(rank)} for rank in ranks}
@@ -86,7 +89,7 @@ class MetricsEndpoint:
 
 
 def run_metrics(run: str, figures: RunFigures) -> list[Metric]:
-    """The metrics of the whole run."""
+    """Return the metrics of the whole run; `run` is its name."""
     values: list[tuple[str, Literal["gauge", "counter"], str, float | None]] = [
         ("step", "gauge", "Optimizer steps done.", figures.step),
         ("tokens", "gauge", "Valid tokens trained on since the run began; a rollback takes some back.", figures.tokens),
@@ -108,7 +111,7 @@ def run_metrics(run: str, figures: RunFigures) -> list[Metric]:
 
 @contextmanager
 def metrics_endpoint(address: str | None, folder: Path) -> Iterator[MetricsEndpoint]:
-    """Serve the metrics of the run in `folder` during a `with` block; with the address None nothing listens.
+    """Serve the metrics of the run in `folder` during a `with` block. With the address None, nothing listens.
 
     Raises BadInput if the address cannot be used.
     """

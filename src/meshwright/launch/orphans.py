@@ -1,6 +1,7 @@
-"""Ranks of an earlier start on this host whose agent is dead: they would hold devices. The kernel ends most of them.
+"""Ends ranks of an earlier start on this host whose agent is dead, because they would still occupy devices.
 
-A rank names its run and its agent in its environment. It is an orphan if its parent is no longer that agent.
+The kernel ends most such ranks. A rank's environment names its run, and its agent's process id. The rank is an orphan
+if its parent process is no longer that agent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ PROC = Path("/proc")
 
 
 def end_orphans(folder: Path) -> list[int]:
-    """Kill the orphaned ranks of the run in `folder` on this host; returns their process ids."""
+    """Kill the orphaned ranks of the run in `folder` on this host, and return their process ids."""
     ended = []
     for pid in orphans(folder):
         with suppress(ProcessLookupError, PermissionError):
@@ -30,16 +31,18 @@ def end_orphans(folder: Path) -> list[int]:
 
 
 def orphans(folder: Path, proc: Path = PROC) -> Iterator[int]:
-    """Process ids of orphaned ranks of the run in `folder`."""
+    """Yield the process ids of orphaned ranks of the run in `folder`. `proc` is the folder of processes, /proc."""
     run = f"{RUN_VARIABLE}={os.path.abspath(folder)}".encode()
     for entry in proc.iterdir():
         if not entry.name.isdigit():
             continue
-        with suppress(OSError, IndexError, ValueError):  # it has ended, or belongs to another user
+        with suppress(OSError, IndexError, ValueError):  # the process has ended, or belongs to another user
             variables = (entry / "environ").read_bytes().split(b"\0")
             if run not in variables or b"meshwright.training.rank" not in (entry / "cmdline").read_bytes().split(b"\0"):
                 continue
+            # 18 is the length of "MESHWRIGHT_PARENT=".
             agent = next(int(value[18:]) for value in variables if value.startswith(b"MESHWRIGHT_PARENT="))
             status = (entry / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+            # The second field after the command's name is the parent's process id.
             if int(status[1]) != agent:
                 yield int(entry.name)

@@ -1,4 +1,4 @@
-"""Lines that explain how a job ended, from its ranks' exit codes and last messages."""
+"""Explains how a job ended, in lines for the terminal, from the exit codes and last messages of its ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from meshwright.spec.errors import EXIT_DONE, EXIT_INTERNAL
 
 @dataclass
 class RankState:
-    """The launcher's record of one rank. `code` is None while it runs, and negative if a signal killed it."""
+    """What the launcher knows about one rank.
+
+    `code` is the exit code of its process: None while it runs, and negative if a signal killed it. `last_step` is the
+    last step that it has finished.
+    """
 
     rank: int
     code: int | None = None
@@ -23,11 +27,11 @@ class RankState:
     last_step: int | None = None
     progress: ProgressMessage | None = None
     progress_count: int = 0
-    """Number of progress marks that the rank has stored."""
+    """How often the rank has updated its progress page."""
     stopped: bool = False
-    """Whether a signal has stopped the rank's process."""
+    """Whether a signal has stopped (suspended) the rank's process."""
     pending: PendingWait | None = None
-    """The communication in which the rank's host waits."""
+    """The communication that the rank's host thread is waiting for, if any."""
 
     @property
     def failed(self) -> bool:
@@ -35,26 +39,26 @@ class RankState:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code that the rank reported, else that of its process."""
+        """The exit code that the rank has reported, or else its process's exit code."""
         return self.failure.exit_code if self.failure else self.code
 
 
 def exit_codes(ranks: Sequence[RankState]) -> list[int | None]:
-    """The ranks' exit codes as `policies.job_end` takes them."""
+    """Return the exit codes of the ranks, as input of `policies.job_end`."""
     return [rank.exit_code for rank in ranks]
 
 
 def cause(rank: RankState) -> str:
-    """A sentence about the rank that caused the end of the job (`policies.job_end.culprit`), for the other ranks."""
+    """Return a clause about the rank that ended the job. It is sent to the other ranks."""
     if rank.failure:
         return f"rank {rank.rank} failed: {rank.failure.message}"
     return f"rank {rank.rank} {death(rank.code)}"
 
 
 def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
-    """Lines for the terminal, at least one if a rank failed.
+    """Yield the lines for the terminal; at least one if a rank failed. `logs` is the folder of the ranks' logs.
 
-    First ranks that died or did not answer, then each distinct failure once.
+    First come ranks that died or did not answer, then each different failure message once.
     """
     failed = [rank for rank in ranks if rank.failed]
     only_peer_loss = bool(failed) and all(rank.exit_code in PEER_LOSS_CODES for rank in failed)
@@ -79,7 +83,7 @@ def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
 
 
 def _messages(states: Sequence[RankState]) -> Iterator[str]:
-    """Yield each message once, with the number of its rank unless that is 0."""
+    """Yield each different message once, with the rank's number unless that is 0."""
     messages_seen: set[str] = set()
     for state in states:
         assert state.failure is not None, "only ranks with a message are listed"
@@ -92,7 +96,7 @@ def _messages(states: Sequence[RankState]) -> Iterator[str]:
 
 
 def death(code: int | None) -> str:
-    """How a process ended, in words."""
+    """Return words for how a process ended."""
     if code is not None and code < 0:
         often = ", often because the host ran out of memory" if code == -signal.SIGKILL else ""
         return f"was killed by signal {-code} ({signal.strsignal(-code)}){often}"
@@ -100,7 +104,7 @@ def death(code: int | None) -> str:
 
 
 def progress_text(state: RankState) -> str:
-    """The last finished step of a rank, in words."""
+    """Return words about the last step that a rank has finished."""
     return (
         "it had not finished a step" if state.last_step is None else f"the last step it finished is {state.last_step}"
     )

@@ -1,6 +1,7 @@
-"""Preparation of a run folder from a loaded run file, so that ranks can start: data, plan, resume.
+"""Prepares a run's folder from a loaded run file, so that ranks can start: opens the data, chooses the plan, checks a
+resume.
 
-A run folder holds config.yaml (resolved), plan.yaml, environment.json, lease.json, assignment.json, metrics.jsonl,
+A run's folder contains config.yaml (resolved), plan.yaml, environment.json, lease.json, assignment.json, metrics.jsonl,
 checkpoints/, logs/ and report.html.
 """
 
@@ -60,38 +61,46 @@ from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import Assignment, ModelSection, RunSpec
 
 VOCABULARY_MULTIPLE = 128
-"""A vocabulary taken from a tokenizer is rounded up to a multiple of this: whole tiles of the head's matmul."""
+"""A vocabulary size taken from a tokenizer is rounded up to a multiple of this, so that the head's matmul has whole tiles."""
 
 MOST_USUAL_RATE = 1.0
-"""Learning rate above which a start asks whether it is meant."""
+"""Learning rate above which a start asks whether the value is a mistake."""
 UNUSUAL = 10
-"""How many times the usual `preference.beta` a start asks about."""
+"""A start asks whether `preference.beta` is a mistake if it is more than this many times the usual value."""
 MANY_EPOCHS = 4
-"""Passes over a source beyond which a run says so (Muennighoff et al. 2023, "Scaling data-constrained language models")."""
+"""If a run reads a source more often than this, a start says so.
+
+Source: Muennighoff et al. 2023, "Scaling data-constrained language models".
+"""
 MEASURED_SAMPLES = 1024
-"""Samples whose mean length is taken for all."""
+"""Number of samples from which the mean length of all samples is estimated."""
 MOST_SOURCES = 6
-"""Sources that are shown."""
+"""Most sources of a mixture that are shown."""
 SAME_TOKENIZER = "prepare it with the tokenizer.json and --eos of the training data"
 Note = Callable[[str], None]
+"""Receives a line for the user."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is ready to start: its folder exists and contains `assignment`."""
+    """A run that is ready to start.
+
+    Its `folder` exists and contains `assignment`. `resumes`: whether it continues from there.
+    """
 
     assignment: Assignment
     folder: Path
     resumes: bool
     data_lines: tuple[str, ...] = ()
-    """The data in lines for people."""
+    """Lines for the user about the data."""
 
 
 def resolve_data(run: RunSpec, note: Note) -> RunSpec:
-    """Prepare the built-in corpus if it is used, open the data, and set the vocabulary size from the tokenizer.
+    """Return the run with what follows from its data: lanes, steps, document mask and vocabulary size.
 
-    Raises BadInput if the data cannot be read or the vocabulary size is unknown, and Damaged (see `data.damaged`).
+    The built-in corpus is prepared if the run uses it. Raises BadInput if the data cannot be read or the vocabulary
+    size is unknown, and Damaged for damaged data (see `data.damaged`).
     """
     if run.rl is not None:
         run.rl.reward.check_path()
@@ -118,7 +127,7 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
 
 
 def _check_epochs(run: RunSpec, source: DataSource, note: Note) -> None:
-    """Report the sources that the run reads more often than `data.max_epochs`; raise BadInput if the run file sets it."""
+    """Report sources that the run reads too often. Raise BadInput if the run exceeds its own `data.max_epochs`."""
     most = run.data.max_epochs
     for name, epochs in planned_epochs(run, source).items():
         if epochs <= (most or MANY_EPOCHS):
@@ -132,7 +141,10 @@ def _check_epochs(run: RunSpec, source: DataSource, note: Note) -> None:
 
 
 def with_steps(run: RunSpec, source: DataSource) -> RunSpec:
-    """The run with the steps that its `train.epochs` are; the run itself if it has none. Raises BadInput for a warm-up as long as that."""
+    """Return the run with `train.epochs` converted to `train.steps`; unchanged if it has no epochs.
+
+    Raises BadInput if the warm-up is as long as all steps.
+    """
     if run.train.epochs is None:
         return run
     steps = steps_of_epochs(run, source, run.train.epochs)
@@ -145,7 +157,7 @@ def with_steps(run: RunSpec, source: DataSource) -> RunSpec:
 
 
 def steps_of_epochs(run: RunSpec, source: DataSource, epochs: float) -> int:
-    """The fewest steps that read `epochs` times as many samples as all sources together have."""
+    """Return the number of steps that read `epochs` times as many samples as all sources together have, rounded up."""
     samples = max(math.ceil(epochs * source.windows), 1)
     tokens = run.train.global_batch_tokens
     if tokens is None:
@@ -158,7 +170,11 @@ def steps_of_epochs(run: RunSpec, source: DataSource, epochs: float) -> int:
 
 
 def planned_epochs(run: RunSpec, source: DataSource) -> dict[str, float]:
-    """Passes over each source in all steps of the run; with samples of any length, from the mean length of some samples."""
+    """Return how often the run reads each source, by the source's name.
+
+    With `train.global_batch_tokens`, a step's number of samples varies. It is then estimated from the mean length of
+    the first `MEASURED_SAMPLES` samples.
+    """
     samples = run.train.batches.samples_before(run.train.steps)
     tokens = run.train.global_batch_tokens
     if tokens is not None:
@@ -167,7 +183,7 @@ def planned_epochs(run: RunSpec, source: DataSource) -> dict[str, float]:
 
 
 def data_line(run: RunSpec, source: DataSource) -> str:
-    """The sources of a run with their passes in all its steps, how many steps a pass over all is, and which tokens see each other."""
+    """Return the line about the data: how often each source is read, the steps of one pass, and the document mask."""
     epochs = planned_epochs(run, source)
     shown = [f"{name} {passes:.3g} epochs" for name, passes in list(epochs.items())[:MOST_SOURCES]]
     shown += [f"{len(epochs) - MOST_SOURCES} more sources"] if len(epochs) > MOST_SOURCES else []
@@ -183,7 +199,7 @@ def data_line(run: RunSpec, source: DataSource) -> str:
 
 
 def data_lines(run: RunSpec, source: DataSource) -> tuple[str, ...]:
-    """`data_line`, what is streamed, and what a start says about fine-tuning on chats."""
+    """Return all lines about the data: `data_line`, the streamed sources, and fine-tuning on chats."""
     streamed = (
         f"streamed: {name}: {run.data.streams[name].files}: {each.describe_size()}"
         for name, each in source.streams.items()
@@ -192,7 +208,7 @@ def data_lines(run: RunSpec, source: DataSource) -> tuple[str, ...]:
 
 
 def open_run_data(run: RunSpec) -> DataSource:
-    """The run's training data, opened before any rank starts, so that its errors are found early."""
+    """Open the run's training data. This happens before ranks start, so that errors in the data are found early."""
     return open_data(
         run.data,
         seq_len=run.train.seq_len,
@@ -204,7 +220,11 @@ def open_run_data(run: RunSpec) -> DataSource:
 
 
 def check_validation(run: RunSpec, note: Note) -> None:
-    """Raise BadInput or Damaged if the validation data cannot be read, or its texts have another format than the training data."""
+    """Check the validation data of a run.
+
+    Raises BadInput or Damaged if it cannot be read, BadInput if it is also trained on, and BadInput if its texts have
+    another format than the training data.
+    """
     if not has_validation(run.data, run.train.seq_len):
         if has_validation(run.data, 0):
             note(
@@ -239,28 +259,29 @@ def check_validation(run: RunSpec, note: Note) -> None:
 
 
 def needs_stdlib(run: RunSpec) -> bool:
-    """Whether the run uses the built-in corpus, which is prepared on first use."""
+    """Whether the run uses the built-in corpus, which is prepared when it is first used."""
     return STDLIB in (*run.data.mix, run.data.validation) and not Path(STDLIB).exists()
 
 
 def lacks_stdlib(run: RunSpec) -> bool:
-    """Whether the run uses the built-in corpus and it is not prepared yet."""
+    """Whether the run uses the built-in corpus and it has not been prepared yet."""
     return needs_stdlib(run) and not stdlib_folder().exists()
 
 
 def with_vocabulary(run: RunSpec) -> RunSpec:
-    """The run with a vocabulary size for planning: its data's, or the built-in tokenizer's if the data is not prepared.
+    """Return the run with a vocabulary size and steps, for planning.
 
-    It also has the steps of `train.epochs`, where the data is prepared.
+    The vocabulary size comes from the data or, if the data is not prepared, from the built-in tokenizer. `train.epochs`
+    becomes `train.steps` if the data is prepared.
     """
     if run.train.epochs is not None and not lacks_stdlib(run):
-        with suppress(BadInput, Damaged):  # whoever reads the data reports its errors
+        with suppress(BadInput, Damaged):  # `resolve_data` reports errors of the data
             run = with_steps(run, open_run_data(run))
     return run if run.model.vocab_size else _with_vocabulary_of(run, _vocabulary_of_data(run) or VOCABULARY)
 
 
 def with_model_vocabulary(model: ModelSection, count: int = VOCABULARY) -> ModelSection:
-    """The model with a vocabulary for a tokenizer of `count` ids, the built-in one's by default, if it has none."""
+    """Return the model with a vocabulary size, if it has none: `count` rounded up to a multiple of `VOCABULARY_MULTIPLE`."""
     padded = -(-count // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return model if model.vocab_size else replace(model, vocab_size=padded)
 
@@ -270,11 +291,13 @@ def _with_vocabulary_of(run: RunSpec, count: int) -> RunSpec:
 
 
 def _vocabulary_of_data(run: RunSpec) -> int | None:
-    """Vocabulary size of the data's tokenizer; None if no source gives it.
-    Other errors of the data are reported by `resolve_data`."""
+    """Return the vocabulary size of the data's tokenizer; None if no source gives it.
+
+    `resolve_data` reports errors of the data.
+    """
     sizes = []
     if run.data.streamed:
-        with suppress(BadInput):  # where data.tokenizer is not set, a prepared source below has the tokenizer
+        with suppress(BadInput):  # without data.tokenizer, the tokenizer comes from a prepared source below
             sizes.append(stream_tokenizer(run.data, ()).loaded.record.vocab_size)
     for name in run.data.mix:
         if name in run.data.streams:
@@ -288,10 +311,10 @@ def _vocabulary_of_data(run: RunSpec) -> int | None:
 
 
 def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
-    """The plan and every candidate, the chosen one first.
+    """Return the run's plan, and all candidates with the chosen one first.
 
-    A run with a plan file has that plan and no candidates. Otherwise the planner chooses, within the pins, a plan for
-    all devices that this release can train.
+    A run with a plan file gets that plan, and no candidates. Otherwise the planner searches, within the fields that the
+    run file fixes, for a plan that uses all devices and that this release can train.
     """
     if isinstance(run.plan, str) and run.plan != "auto":
         return given_plan(run), ()
@@ -300,9 +323,9 @@ def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
 
 
 def given_plan(run: RunSpec) -> Plan:
-    """The plan in the run's plan file. Its reasons are replaced, as the file may be edited.
+    """Return the plan in the run's plan file. Its reasons are replaced, because the file may have been edited.
 
-    Raises BadInput with the file's name if its schedule is impossible for its ranks and micro-batches.
+    Raises BadInput that names the file if the plan's schedule is impossible for its ranks and micro-batches.
     """
     plan = load_plan(Path(str(run.plan)), run.cluster)
     try:
@@ -313,21 +336,21 @@ def given_plan(run: RunSpec) -> Plan:
 
 
 def device_memory(run: RunSpec) -> int | None:
-    """A CPU rank's share of this host's memory in bytes; None for GPUs, whose cluster gives it."""
+    """Return the bytes of this host's memory for each CPU rank; None on GPUs, whose memory the cluster section gives."""
     return host_memory_bytes() // run.cluster.gpus_per_node if run.cluster.is_cpu else None
 
 
 def on_this_host(run: RunSpec) -> RunSpec:
-    """The run with this host's memory, if its cluster of GPUs does not give it."""
+    """Return the run with this host's memory filled in, if it trains on GPUs and its cluster does not give the memory."""
     if run.cluster.is_cpu or run.cluster.host_memory_gib is not None:
         return run
     return replace(run, cluster=replace(run.cluster, host_memory_gib=host_memory_bytes() / GiB))
 
 
 def training_plan(run: RunSpec, note: Note) -> Plan:
-    """The plan with which the run trains; `note` receives a line for each field that has no effect.
+    """Return the plan with which the run trains. `note` receives a line for each field of the plan that has no effect.
 
-    Raises BadInput and OutOfResources as `refuse_untrainable`.
+    Raises the errors of `refuse_untrainable`.
     """
     run = on_this_host(run)
     plan, _ = plan_for(run)
@@ -338,10 +361,12 @@ def training_plan(run: RunSpec, note: Note) -> Plan:
 
 
 def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
-    """The run on the devices of this host that `train` uses: all, or fewer if that is faster (`planner.devices`).
+    """Return the run on the devices of this host that `train` will use: all, or fewer if that is faster
+    (`planner.devices`).
 
-    `note` receives a sentence about idle devices. Runs of several hosts, plan files and ranks that a launcher started
-    keep their devices. A run without a possible plan is returned unchanged; its preparation reports the error.
+    `note` receives a sentence about devices that stay idle. All devices are kept for runs on several hosts, with a plan
+    file, or with ranks that a launcher has started. A run without a possible plan is returned unchanged; its
+    preparation reports the error.
     """
     fixed = isinstance(run.plan, str) and run.plan != "auto"
     divides = run.train.global_batch_tokens is not None or not run.train.global_batch % run.cluster.ranks
@@ -359,9 +384,9 @@ def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
 
 
 def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
-    """Raise BadInput if this release cannot train the plan, at the key that says so, and OutOfResources if it does not fit.
+    """Raise BadInput if this release cannot train the plan, and OutOfResources if the plan does not fit.
 
-    Both name the plan file.
+    The errors name the plan file, if there is one, and the key of the plan that is the reason.
     """
     named = f"{run.plan}: " if isinstance(run.plan, str) and run.plan != "auto" else ""
     if refused := training_refusal(plan):
@@ -378,8 +403,10 @@ def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
 
 
 def misfit(run: RunSpec, plan: Plan) -> str | None:
-    """The missing device or host memory of the plan and the keys that lower it, in words; None if it fits.
-    A plan written by a person may use the share of device memory that a search leaves free."""
+    """Return a sentence about missing device or host memory, with the keys that reduce the need; None if the plan fits.
+
+    A search leaves a share of the device memory free. A plan written by a person may use that share.
+    """
     memory = run.cluster.memory_bytes() or device_memory(run)
     if any(overfull_ranks(run, plan, memory)):
         return f"{shortfall(run, plan, memory)}; lower plan.micro_batch, shard over more ranks, or set plan.recompute or plan.offload"
@@ -393,10 +420,10 @@ def misfit(run: RunSpec, plan: Plan) -> str | None:
 
 
 class CheckedWork(Protocol):
-    """Runs one check and returns the result of `work`; raises its error, or records it and returns None.
+    """Runs one check: calls `work` and returns its result.
 
-    `key` is the run-file key of the error, `expected` what should be there. The check is skipped unless the keys
-    `needs` are valid.
+    If `work` raises an error, the error is raised, or it is recorded and None is returned. `key` is the run-file key of
+    the error, and `expected` says what the key should have. The check is skipped unless the keys `needs` are valid.
     """
 
     def __call__(self, key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T | None: ...
@@ -404,17 +431,17 @@ class CheckedWork(Protocol):
 
 @dataclass(frozen=True)
 class Readiness:
-    """Result of the checks before a start."""
+    """Result of the checks before a start. A `finished` run has nothing left to train."""
 
     run: RunSpec
-    """The run, with `vocab_size` taken from its data."""
+    """The run, with the vocabulary size from its data. `resumes`: whether it continues from its folder."""
     resumes: bool = False
     finished: bool = False
     plan: Plan | None = None
 
 
 def _doubts(run: RunSpec) -> Iterator[str]:
-    """A sentence for each value that is valid and probably a slip."""
+    """Yield a sentence for each value that is valid but probably a mistake."""
     rate = run.train.learning_rate
     ranks = run.cluster.gpus_per_node
     cores = usable_cores()
@@ -430,18 +457,20 @@ def _doubts(run: RunSpec) -> Iterator[str]:
 def check_start(
     run: RunSpec, runs: Path, attempt: CheckedWork, note: Note, *, build_stdlib: bool, fresh: bool = False
 ) -> Readiness:
-    """Run every check between a loaded run and its start through `attempt`, for `check` and `train` alike.
+    """Make every check between a loaded run and its start. `check` and `train` both use this.
 
-    `build_stdlib` prepares the built-in corpus on its first use; if False, checks that need it are skipped then. With
-    `fresh`, an existing run of this name is not compared: the caller chooses another name. A run that trains holds its
-    folder's lock.
+    `attempt` runs each check. `build_stdlib`: prepare the built-in corpus if it is missing; if false, checks that need
+    it are skipped. `fresh`: do not compare with an existing run of this name, because the caller will choose another
+    name.
+
+    Before `train` calls this, it locks the run's folder.
     """
     folder = runs / run.name
     run = _check_data(run, attempt, note, build_stdlib=build_stdlib)
     known = bool(run.model.vocab_size) and run.train.epochs is None
     run = with_vocabulary(run)
     resumes = None
-    if known and not fresh:  # without its vocabulary a run would differ from every earlier run
+    if known and not fresh:  # if the vocabulary size is unknown, every earlier run would seem to differ
         same_name = "a new name, or a run with the same configuration"
         resumes = attempt(
             "name", same_name, lambda: continues(run, folder), ("seed", "model", "data", "train", "rl", "preference")
@@ -478,10 +507,10 @@ def _note_export(run: RunSpec, note: Note) -> None:
 
 
 def _check_data(run: RunSpec, attempt: CheckedWork, note: Note, *, build_stdlib: bool) -> RunSpec:
-    """The run with the vocabulary of its data. Every source is located before any is opened or prepared."""
+    """Return the run with what follows from its data. All sources are located before any is opened or prepared."""
     expected = "prepared data"
     all_exist = True
-    needed = ("data", "preference.loss", "rl.reward")  # what is read of a corpus follows from these
+    needed = ("data", "preference.loss", "rl.reward")  # these decide what is read from a corpus
     for name in run.data.mix:
         key = f"data.mix.{name}" if len(run.data.mix) > 1 else "data.mix"
         all_exist &= attempt(key, expected, lambda name=name: _check_source(run, name), needed) or False
@@ -498,8 +527,9 @@ def _check_data(run: RunSpec, attempt: CheckedWork, note: Note, *, build_stdlib:
 
 
 def _check_source(run: RunSpec, name: str) -> bool:
-    """Open one source of a mixture, so that its errors are reported under its name; the built-in corpus may be missing."""
-    if name in run.data.streamed:  # its tokenizer may be that of another source, so all are opened together
+    """Open one source of a mixture alone, so that the error names this source. The built-in corpus may be missing."""
+    if name in run.data.streamed:
+        # Its tokenizer may come from another source, so `resolve_data` opens all of them together.
         return True
     if not (name == STDLIB and lacks_stdlib(run)):
         _check_exists(name)
@@ -508,21 +538,21 @@ def _check_source(run: RunSpec, name: str) -> bool:
 
 
 def _check_exists(name: str) -> bool:
-    """Raise BadInput if the data does not exist; the built-in corpus may be missing."""
+    """Raise BadInput if the data does not exist. The built-in corpus may be missing."""
     if name != STDLIB or Path(name).exists():
         locate(Path(name))
     return True
 
 
 def _make_plan(run: RunSpec, note: Note) -> Plan:
-    """The plan with the prediction for this machine; the figures in a plan file may come from another one."""
+    """Return the plan with a prediction for this host. The prediction in a plan file may be for another machine."""
     plan = predict(run, training_plan(run, note))
     check_host_memory(run, plan)
     return plan
 
 
 def _raise_on_failure(key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T:
-    """The Attempt of a start: the first failing check ends it, with an error that carries its key."""
+    """Run a check of a start: the first failing check ends the start, with an error that has the key."""
     del expected, needs
     with attach_key(key):
         return work()
@@ -537,11 +567,13 @@ def prepare_run(
     timeline: tuple[int, int] | None = None,
     replay: Path | None = None,
 ) -> PreparedRun | None:
-    """Create or reopen the run's folder and write what its ranks need; None if the run is finished.
+    """Create or reopen the run's folder, and write what its ranks need. Return None if the run is finished.
 
-    Raises the first error of `check_start`: BadInput if a run of this name exists with another configuration, if data
-    or weights are missing, or a package is not installed, and OutOfResources if devices, disk or host memory are too
-    small.
+    `profile` is (first, last) step whose profiler trace is written, and `timeline` the same for the timeline. `replay`
+    is a file of recorded expert loads, which replace the routers' choices.
+
+    Raises the first error of `check_start`. BadInput: a run of this name has another configuration, data or weights are
+    missing, or a package is not installed. OutOfResources: devices, disk or host memory are too small.
     """
     if run.checkpoint.mirror is not None:
         fetch_newest(run.checkpoint.mirror, runs / run.name, note)
@@ -577,9 +609,10 @@ def prepare_run(
 
 
 def check_init(run: RunSpec, note: Note) -> None:
-    """Raise BadInput if the initial weights or those of a reference are missing, are another model's, or have another tokenizer.
+    """Raise BadInput if the weights that the run starts from cannot be used.
 
-    Also if `rl.reward.model` is no reward model.
+    The initial weights, and those of the reference of preference training, must exist, fit the model and have the
+    corpus's tokenizer. `rl.reward.model` must be a reward model.
     """
     if run.rl is not None and run.rl.reward.model is not None:
         from meshwright.checkpoint.models.stored_model import check_head, open_model  # needs torch
@@ -606,7 +639,7 @@ def check_init(run: RunSpec, note: Note) -> None:
 
 
 def check_host_memory(run: RunSpec, plan: Plan) -> None:
-    """Raise OutOfResources if this host's memory cannot hold what its ranks offload."""
+    """Raise OutOfResources if this host's memory cannot hold what the plan offloads: activations, optimizer, gradient sums."""
     activations, optimizer, sums = host_bytes(run.model, slot_run(run, plan).train, plan, run.cluster.nodes)
     need = activations + optimizer + sums
     available = host_memory_bytes()

@@ -1,6 +1,6 @@
-"""`RUN/progress.json`: progress of every rank of a supervised job, written once a second while the job runs.
+"""`RUN/progress.json`: the progress of every rank of a supervised job, written once a second while the job runs.
 
-The process of the coordinator writes it, in a thread: a storage that hangs delays neither supervision nor training.
+The coordinator's process writes it in a thread, so that a hanging file system delays neither supervision nor training.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from meshwright.launch.outcome import RankState
 
 FILE = "progress.json"
 SECONDS = 1.0
-"""Time from one file to the next."""
+"""Seconds between two versions of the file."""
 CLOSE_SECONDS = 2.0
-"""Longest time that the end of a job waits for the last file."""
+"""Seconds for which the end of a job waits until the last version is written."""
 
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """A rank's phase, step, index of its action, and seconds without progress."""
+    """The progress of one rank.
+
+    `action` is the index of its last action in the schedule; -1 before the first. `seconds` is the time without
+    progress.
+    """
 
     rank: int
     host: str
@@ -37,25 +41,25 @@ class RankSnapshot:
     seconds: float
     stopped: bool = False
     code: int | None = None
-    """Exit code of a rank that has ended."""
+    """Exit code of the rank; None while it runs."""
     pending: PendingWait | None = None
-    """The communication in which its host waits; `since_ns` is not kept."""
+    """The communication that its host thread is waiting for. Its `since_ns` is not stored in the file."""
 
 
 @dataclass(frozen=True)
 class JobProgress:
-    """A job's attempt, the status of supervision (`policies.supervision`), and its ranks that have begun."""
+    """The progress of a job: its attempt, the status of supervision (`policies.supervision`), and the ranks that have begun."""
 
     job: str
     attempt: int
     status: str
     ranks: tuple[RankSnapshot, ...] = ()
     time: float = 0.0
-    """Unix time at which this was written."""
+    """Unix time in seconds at which the file was written."""
 
 
 def rank_snapshot(state: RankState, host: str, seconds: float) -> RankSnapshot:
-    """The snapshot of a rank with `seconds` without progress."""
+    """Return the snapshot of a rank that has made no progress for `seconds`."""
     phase = "start"
     step = 0
     action = -1
@@ -67,11 +71,12 @@ def rank_snapshot(state: RankState, host: str, seconds: float) -> RankSnapshot:
 
 
 class ProgressFile:
-    """Writes the progress that `progress` returns."""
+    """Writes what the function `progress` returns into the file."""
 
     def __init__(
         self, folder: Path, progress: Callable[[], JobProgress], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """`folder` is the run's folder. `progress` returns the present progress, and `clock` monotonic seconds."""
         self._path = folder / FILE
         self._progress = progress
         self._clock = clock
@@ -83,13 +88,13 @@ class ProgressFile:
         self._thread.start()
 
     def update(self) -> None:
-        """Hand over the progress if it is due. Called several times a second."""
+        """Give the current progress to the writing thread if a new version is due. Call this several times a second."""
         if self._clock() >= self._due:
             self._due = self._clock() + SECONDS
             self._hand_over()
 
     def close(self) -> None:
-        """Write the last progress and end the thread, in at most `CLOSE_SECONDS`."""
+        """Write the last version and end the thread; wait at most `CLOSE_SECONDS`."""
         self._closing = True
         self._hand_over()
         self._thread.join(CLOSE_SECONDS)
@@ -101,6 +106,7 @@ class ProgressFile:
             self._changed.notify()
 
     def _write_changes(self) -> None:
+        """Run by the thread: write each new version of the progress, until `close` has given it the last one."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._latest is not None)
@@ -108,14 +114,14 @@ class ProgressFile:
                 self._latest = None
             assert latest is not None, "the wait ends when there is one"
             text = json.dumps(_to_columns(latest), separators=(",", ":"))
-            with suppress(OSError):  # the disk is full or gone, which other writers report
+            with suppress(OSError):  # a full or missing disk is reported by those who write more important files
                 write_replacing(self._path, text.encode())
             if self._closing and self._latest is None:
                 return
 
 
 def read_progress(folder: Path) -> JobProgress | None:
-    """The last progress of a run's ranks; None without a readable file."""
+    """Return the last progress of a run's ranks; None if the file is missing or cannot be read."""
     try:
         data = json.loads((folder / FILE).read_bytes())
         return _from_columns(data)
@@ -124,7 +130,7 @@ def read_progress(folder: Path) -> JobProgress | None:
 
 
 def _to_columns(progress: JobProgress) -> dict[str, Any]:
-    """The file's JSON object: one list for each field of the ranks."""
+    """Return the JSON object of the file, with one list for each field of the ranks."""
     hosts = list(dict.fromkeys(rank.host for rank in progress.ranks))
     places = {host: place for place, host in enumerate(hosts)}
     ranks = progress.ranks
@@ -151,6 +157,7 @@ def _wait_values(wait: PendingWait | None) -> Sequence[Any] | None:
 
 
 def _from_columns(data: Any) -> JobProgress:
+    """Return the progress that `_to_columns` has written."""
     hosts = data["hosts"]
     names = ("rank", "host", "phase", "step", "action", "seconds", "stopped", "code", "pending")
     ranks = tuple(

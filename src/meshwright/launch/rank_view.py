@@ -1,4 +1,4 @@
-"""Activity of every rank of a run and the rank that it waits for, from `progress.json` or else from the spans."""
+"""What every rank of a run is doing and which rank the others wait for, from `progress.json` or the ranks' spans."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from meshwright.launch.incidents import JobSchedule, culprit_of_hang
 from meshwright.launch.progress_file import JobProgress, RankSnapshot
 
 STALLED_SECONDS = 4.0
-"""Seconds without progress of a rank from which waits are analysed. Reports of hosts come every 3 s at most, so the
-positions of ranks that make progress are of different times and would not fit together."""
+"""Waits are analysed if some rank has made no progress for this many seconds.
+
+Hosts report at most every 3 s. Before that, the positions of ranks that still make progress are from different times,
+and would not fit together.
+"""
 
 
 @dataclass(frozen=True)
 class RankActivity:
-    """A rank's step, phase and action, and its seconds without progress, None if they are not known."""
+    """A rank's step, phase and action. `seconds` is the time without progress; None if it is unknown."""
 
     rank: int
     host: str
@@ -26,11 +29,11 @@ class RankActivity:
     action: str
     seconds: float | None
     note: str = ""
-    """stopped, ended, or the communication in which it waits."""
+    """"stopped", "ended", or the communication that the rank waits for; empty if there is nothing to say."""
 
 
 class RankView:
-    """Names actions and waits by the schedule of the run's current attempt."""
+    """Names the actions and waits of ranks, by the schedule of the run's current attempt."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "assignment.json"
@@ -38,7 +41,7 @@ class RankView:
         self._schedule: JobSchedule | None = None
 
     def activities(self, progress: JobProgress) -> list[RankActivity]:
-        """Return the activity of each rank, by rank."""
+        """Return the activity of each rank, in the order of ranks."""
         labels = self._labels(progress)
         return [
             RankActivity(rank.rank, rank.host, rank.step, rank.phase, label, rank.seconds, _note(rank))
@@ -46,7 +49,10 @@ class RankView:
         ]
 
     def culprit(self, progress: JobProgress) -> Culprit | None:
-        """The rank that the others wait for, if a rank makes no progress and others wait for it in training steps."""
+        """Return the rank that the others wait for.
+
+        None unless some rank has stalled and others wait for it in training steps.
+        """
         ranks = progress.ranks
         stalled = any(rank.seconds >= STALLED_SECONDS and rank.code is None for rank in ranks)
         if not stalled or not any(rank.phase in TRAINING for rank in ranks):
@@ -55,7 +61,7 @@ class RankView:
         return found if found is not None and found.waiting else None
 
     def _labels(self, progress: JobProgress) -> list[str]:
-        """The label of each rank's action; empty outside of training steps."""
+        """Return the label of each rank's action; empty for ranks outside of training steps."""
         job = self._job()
         if job is None:
             return [""] * len(progress.ranks)
@@ -71,7 +77,7 @@ class RankView:
         return labels
 
     def _job(self) -> JobSchedule | None:
-        """The schedule of the newest assignment."""
+        """Return the schedule of the newest assignment; None if it cannot be read."""
         try:
             changed = self._file.stat().st_mtime
         except OSError:
@@ -83,9 +89,9 @@ class RankView:
 
 
 def activities_of_spans(last_steps: Sequence[int]) -> list[RankActivity]:
-    """Return the activity of ranks without `progress.json`.
+    """Return the activity of ranks for which there is no `progress.json`.
 
-    `last_steps` has the newest complete step of each rank, -1 without any.
+    `last_steps` has the newest complete step of each rank; -1 if it has none.
     """
     return [
         RankActivity(rank, "", step, "step complete", "", None) for rank, step in enumerate(last_steps) if step >= 0
@@ -93,6 +99,7 @@ def activities_of_spans(last_steps: Sequence[int]) -> list[RankActivity]:
 
 
 def _note(rank: RankSnapshot) -> str:
+    """Return words about a rank that has ended, is stopped or waits; empty for other ranks."""
     if rank.code is not None:
         return "ended" if rank.code == 0 else f"ended with code {rank.code}"
     if rank.stopped:
@@ -104,6 +111,7 @@ def _note(rank: RankSnapshot) -> str:
 
 
 def _status(rank: RankSnapshot) -> RankStatus:
+    """Return a rank's state as input of `diagnosis.culprit`."""
     return RankStatus(
         rank.rank,
         rank.host,

@@ -1,11 +1,13 @@
-"""A run on a Ray cluster: an agent on each node, in one placement group.
+"""Runs a job on a Ray cluster: one agent on each node, in one placement group.
 
-The program of `meshwright launch --to ray` calls `run_on_ray`. Each bundle of the group is a node's devices, and has an
-actor whose only child is the agent. The node of the first actor that Ray places has the coordinator, which moves to
-another one if that node is lost. Ray places the bundle of a lost node on another one as soon as there is one, and an
-agent joins the run from there. After a failure that ends all agents all of them start again.
+The program that `meshwright launch --to ray` writes calls `run_on_ray`. Each bundle of the placement group has the
+devices of one node, and an actor whose only child process is the agent. The coordinator is in the agent on the node
+that Ray placed first. If that node is lost, the coordinator moves to another node.
 
-Agents find token and run in a folder that all nodes share. Nothing of the run enters Ray's object store.
+When a node is lost, Ray places its bundle on another node as soon as one is free, and an agent joins the run from
+there. After a failure that ends all agents, all of them are started again.
+
+Agents find the token and the run in a folder that all nodes share. Nothing of the run is in Ray's object store.
 """
 
 from __future__ import annotations
@@ -43,47 +45,53 @@ from meshwright.spec.listen_address import address_text
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, stop_signals
 
 POLL_SECONDS = 0.5
+"""Seconds between two looks at signals and at what actors have answered."""
 SAID_SECONDS = 60.0
-"""Seconds between two lines about nodes that are missing."""
+"""Seconds between two lines that say that nodes are missing."""
 SETTLE_SECONDS = 10.0
-"""Seconds after an agent's failure before another takes its place: if the job is over, the other agents end until then."""
+"""Seconds between an agent's failure and its next start. If the job is over, the other agents end in this time."""
 PLACE_SECONDS = 1.0
-"""Seconds until a lost actor is placed again, twice as long after each one that died at once."""
+"""Seconds until a lost actor is created again. The time doubles after each actor in a row that died at once."""
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+"""Environment variable with the address of the Ray cluster."""
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """A run as a job on Ray."""
+    """A run as a job on Ray, with one agent on each of `hosts` nodes."""
 
     arguments: Sequence[str]
-    """Arguments of `meshwright` for an agent."""
+    """Arguments of the command `meshwright` with which an agent starts."""
     hosts: int
     resources: Mapping[str, float]
-    """Resources of a node's bundle, by Ray's names."""
+    """Resources of a node's bundle, by Ray's names: `{"CPU": 8, "GPU": 8}`."""
     restarts: int
-    """Starts of all agents after failures that are counted."""
+    """How often all agents may be started again after failures."""
     stop_seconds: float
-    """Seconds from a stop request until all agents have ended."""
+    """Seconds that all agents may take to end after a stop request."""
 
 
 @dataclass
 class Agents:
-    """The agents of one start of the job, by the numbers of their bundles: which run, and which start again."""
+    """The agents of one start of the job, by the number of their bundle: which run, have ended, or start again.
 
+    Times `now` are monotonic seconds.
+    """
+
+    # The bundles whose agent runs.
     running: set[int] = field(default_factory=set)
     codes: dict[int, int] = field(default_factory=dict)
-    """Exit codes of agents that have ended, and have not started again; below 0 after a signal."""
+    """Exit codes of agents that have ended and not been started again; negative after a signal."""
     again: dict[int, float] = field(default_factory=dict)
-    """When agents start again."""
+    """Monotonic time in seconds at which an agent will be started again."""
     _starts: Counter[int] = field(default_factory=Counter)
 
     def placed(self, bundle: int, now: float) -> None:
-        """Ray has placed a bundle on a node; its agent is due."""
+        """Note that Ray has placed a bundle on a node. Its agent can start now."""
         self.again[bundle] = now
 
     def due(self, now: float) -> list[int]:
-        """The agents to start now; they count as running."""
+        """Return the bundles whose agents must start now. From now on they count as running."""
         found = [bundle for bundle, at in self.again.items() if at <= now]
         for bundle in found:
             del self.again[bundle]
@@ -93,25 +101,31 @@ class Agents:
         return found
 
     def ended(self, bundle: int, code: int, now: float) -> None:
-        """An agent has ended. One that a signal or a failure of its own ended starts again, a few times."""
+        """Note that an agent has ended.
+
+        If a signal or its own failure ended it, it will start again, up to `AGENT_STARTS` times.
+        """
         self.running.discard(bundle)
         self.codes[bundle] = code
         if code not in (EXIT_DONE, *STOP_CODES, *REQUEUE_CODES) and self._starts[bundle] < AGENT_STARTS:
             self.again[bundle] = now + (0.0 if code < 0 else SETTLE_SECONDS)
 
     def lost(self, bundle: int) -> None:
-        """The node of a bundle is lost, or its actor."""
+        """Note that the node of a bundle, or its actor, is lost."""
         self.running.discard(bundle)
         self.again.pop(bundle, None)
         self._starts[bundle] = 0
 
     def is_over(self, now: float) -> bool:
-        """Whether no agent runs, and none is about to run in place of one that a signal ended."""
+        """Whether the job is over: agents have ended, none runs, and none starts right now.
+
+        `now` is a monotonic time in seconds.
+        """
         return bool(self.codes) and not self.running and not any(at <= now for at in self.again.values())
 
     @property
     def code(self) -> int:
-        """The exit code of the job by those of its agents. Usually all agents have the same."""
+        """The exit code of the job, chosen from those of its agents. Usually all agents have the same code."""
         codes = list(self.codes.values())
         for wanted in ((EXIT_DONE,), STOP_CODES, REQUEUE_CODES):
             found = [code for code in codes if code in wanted]
@@ -121,13 +135,16 @@ class Agents:
 
 
 class NodeAgent:
-    """The actor of a bundle: starts the agent in a process of its own. Asynchronous, so that it can be stopped meanwhile."""
+    """The actor of a bundle.
+
+    It runs the agent in a child process. It is asynchronous, so that `stop` works while `run` waits.
+    """
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
     async def place(self, folder: str) -> tuple[str, int, str]:
-        """Address and a free port of this node, and what hinders an agent in `folder`; empty if nothing does."""
+        """Return this node's address, a free port, and why an agent cannot run in `folder`; an empty text if it can."""
         import ray
 
         with socket.socket() as free:
@@ -143,10 +160,10 @@ class NodeAgent:
         return address, port, ""
 
     async def run(self, arguments: Sequence[str], folder: str, environment: Mapping[str, str]) -> int:
-        """Run an agent to its end; returns its exit code, below 0 after a signal."""
+        """Run an agent until it ends, and return its exit code; negative after a signal."""
         inherited = dict(os.environ)
         if inherited.get("OMP_NUM_THREADS") in _threads_of_ray():
-            del inherited["OMP_NUM_THREADS"]  # ranks choose their threads themselves
+            del inherited["OMP_NUM_THREADS"]  # Ray has set it; ranks choose their own number of threads
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -161,20 +178,21 @@ class NodeAgent:
             failure = as_meshwright_error(error)
             write_line(f"meshwright: the agent cannot be started: {failure}")
             return failure.exit_code
-        # Ray lowers the priority of its workers; not every system lets a process raise it again.
+        # Ray lowers the priority of its workers. Try to give the agent a normal priority; not every system permits
+        # that.
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         return await self._process.wait()
 
     async def stop(self, number: int) -> None:
-        """Pass a stop signal on to the agent."""
+        """Send a stop signal to the agent."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
 
 def _threads_of_ray() -> list[str]:
-    """Values of OMP_NUM_THREADS that Ray sets in a worker without one: the CPUs of the actor."""
+    """Return the values of OMP_NUM_THREADS that Ray may have set in this worker: the number of CPUs of the actor."""
     import ray
 
     cpus = ray.get_runtime_context().get_assigned_resources().get(CPU, 0)
@@ -182,7 +200,7 @@ def _threads_of_ray() -> list[str]:
 
 
 def run_on_ray(job: RayJob, folder: Path) -> int:
-    """Run the job in a folder that all nodes share, until it is over; returns its exit code, that of docs/reference/exit-codes.md."""
+    """Run the job in a folder that all nodes share. Return its exit code, as in docs/reference/exit-codes.md."""
     try:
         import ray
     except ImportError as error:
@@ -202,13 +220,16 @@ def run_on_ray(job: RayJob, folder: Path) -> int:
         write_line(f"meshwright: {failure}")
         return failure.exit_code
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED  # agents end with this process
+        return EXIT_INTERRUPTED  # the agents end when this process does
     finally:
         ray.shutdown()
 
 
 class _Stop:
-    """Remembers the first stop signal of this process, which is passed on to all agents."""
+    """Context that remembers the first stop signal of this process: its `number` and monotonic time `at`; 0 before.
+
+    The driver sends it to all agents. A second Ctrl-C raises KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -224,6 +245,7 @@ class _Stop:
             signal.signal(number, handler)
 
     def _take(self, number: int, frame: object) -> None:
+        """Handle a stop signal: remember the first one. A second Ctrl-C raises KeyboardInterrupt."""
         if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.number:
@@ -233,7 +255,7 @@ class _Stop:
 
 @contextmanager
 def _token_file(folder: Path) -> Iterator[str]:
-    """The path of a file with the job's token, which only this user can read."""
+    """Create a file with a random token for the job that only this user can read, and remove it at the end. Yields its path."""
     path = folder / f".meshwright-token.{secrets.token_hex(8)}"
     with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32))
@@ -244,7 +266,7 @@ def _token_file(folder: Path) -> Iterator[str]:
 
 
 class _Driver:
-    """Starts the agents of a job, and starts them again."""
+    """Starts the agents of a job, and starts them again when that is necessary."""
 
     def __init__(self, ray: Any, job: RayJob, folder: Path, token: str, stop: _Stop) -> None:
         self._ray = ray
@@ -255,16 +277,16 @@ class _Driver:
         self._agents = Agents()
         self._actors: dict[int, Any] = {}
         self._pending: dict[Any, tuple[str, int]] = {}
-        """What actors have been asked: the method, and the bundle."""
+        """Calls that actors have not answered: the method and the bundle."""
         self._unplaced: Counter[int] = Counter()
-        """Actors of a bundle in a row that died before they answered."""
+        """For each bundle, how many of its actors in a row have died before they answered."""
         self._place_at: dict[int, float] = {}
-        """When the actor of a lost bundle is created again."""
+        """Monotonic time at which the actor of a lost bundle is created again."""
         self._told: set[int] = set()
-        """Bundles whose agents know of the stop request."""
+        """Bundles whose agents have been told of the stop request."""
 
     def run(self) -> int:
-        """Start all agents until the job is over, or has failed too often; returns its exit code."""
+        """Start all agents, again and again, until the job is over or has failed too often. Return its exit code."""
         self._group = self._place_group()
         if self._group is None:
             return STOP_EXIT_CODES[self._stop.number]
@@ -282,7 +304,7 @@ class _Driver:
             write_line(f"meshwright: the agents ended with code {code}; all of them start again")
 
     def _place_group(self) -> Any:
-        """The placement group once Ray has nodes for it; None if the job is stopped before."""
+        """Return the placement group once Ray has found nodes for it; None if the job is stopped before that."""
         group = self._ray.util.placement_group([dict(self._job.resources)] * self._job.hosts, strategy="STRICT_SPREAD")
         said = time.monotonic()
         while not group.wait(POLL_SECONDS):
@@ -296,7 +318,7 @@ class _Driver:
         return group
 
     def _start(self) -> Agents:
-        """Run agents on all bundles that Ray can place, until all have ended; returns them."""
+        """Run agents on all bundles until the job is over, and return their records."""
         self._agents = Agents()
         self._told = set()
         self._environment.pop(COORDINATOR_VARIABLE, None)
@@ -321,11 +343,11 @@ class _Driver:
                 kept.clear()
 
     def _is_stopped(self) -> bool:
-        """Whether no agent runs after a stop request, or its time is over."""
+        """Whether a stop request is complete: no agent runs, or the time for stopping is over."""
         return not self._agents.running or time.monotonic() - self._stop.at > self._job.stop_seconds
 
     def _place(self, bundle: int) -> None:
-        """Create the actor of a bundle. It answers once Ray has placed the bundle on a node."""
+        """Create the actor of a bundle. It answers when Ray has placed the bundle on a node."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._place_at.pop(bundle, None)
@@ -336,21 +358,21 @@ class _Driver:
         self._pending[actor.place.remote(self._folder)] = ("place", bundle)
 
     def _take_answers(self) -> None:
-        """Take what actors have answered, for `POLL_SECONDS` at most."""
+        """Handle the answers of actors. Waits at most `POLL_SECONDS` for them."""
         if not self._pending:
-            time.sleep(POLL_SECONDS)  # all wait to be placed again
+            time.sleep(POLL_SECONDS)  # no actor exists: all will be created later
             return
         done, _ = self._ray.wait(list(self._pending), timeout=POLL_SECONDS)
         for answer in done:
             self._take(answer, *self._pending.pop(answer))
 
     def _take(self, answer: Any, method: str, bundle: int) -> None:
-        """Take the answer of an actor, or its loss."""
+        """Handle one answer of an actor, or the actor's loss."""
         now = time.monotonic()
         try:
             result = self._ray.get(answer)
         except self._ray.exceptions.RayTaskError:
-            raise  # a defect of this module
+            raise  # an error in NodeAgent itself
         except self._ray.exceptions.RayError as error:
             self._lose(bundle, method, str(error))
             return
@@ -365,11 +387,13 @@ class _Driver:
         self._agents.placed(bundle, now)
 
     def _lose(self, bundle: int, method: str, text: str) -> None:
-        """Have an actor placed again that was lost with its node; raises BadInput for one that never begins.
+        """Let a lost actor be created again.
 
-        Ray needs some seconds to notice that a node is lost, and places actors on it until then.
+        Raise BadInput if a bundle's actors die again and again before they answer.
+
+        Ray needs some seconds to notice that a node is lost, and until then places actors on that node.
         """
-        self._ray.kill(self._actors.pop(bundle))  # Ray may have lost sight of it only
+        self._ray.kill(self._actors.pop(bundle))  # it may still run, if Ray has only lost the connection to it
         if method == "run":
             write_line(f"meshwright: the agent of bundle {bundle} is lost with its node; Ray places it on another one")
         else:
@@ -384,7 +408,7 @@ class _Driver:
         self._pending[answer] = ("run", bundle)
 
     def _pass_stop_on(self) -> None:
-        """Tell agents that run of the stop request, once."""
+        """Tell each running agent once that the job must stop."""
         if not self._stop.number:
             return
         for bundle in self._agents.running - self._told:

@@ -1,4 +1,4 @@
-"""Runs all checks of a start and reports every error at the position of its key."""
+"""Makes all checks of a start for `check`, and records every error at the position of its key in the run file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ T = TypeVar("T")
 
 
 class Refusals:
-    """Runs every check of a start whose keys are valid, and stores every error at the position of its key.
+    """Makes every check of a start whose keys are valid. Every error is in `refusals`, with the position of its key.
 
-    `known` is an error of this run that has occurred already: a failed search is not repeated. A `fresh` run uses
-    another name if its own is taken.
+    `reading` is the run file as far as it could be read. `runs` is the folder of all runs. `note` receives lines for
+    the user. `known` is an error of this run that has already occurred, so that a failed search for a plan is not
+    repeated. A `fresh` run gets another name if its own is in use.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Refusals:
     ) -> None:
         self.refusals: list[Mistake] = []
         self.exit_code = 0
+        """Highest exit code of the errors; 0 without errors."""
         self._reported: set[str] = set()
         self._reading = reading
         self._known = known
@@ -51,11 +53,12 @@ class Refusals:
         if reading.is_sound("cluster"):
             try:
                 check_devices(run.cluster)
-            except BadInput as error:  # not a mistake: a run may be checked on another machine
+            except BadInput as error:
+                # Only a note: a run may be checked on another machine than the one that trains it.
                 note(f"on this machine `train` would stop: {error}")
 
     def _attempt(self, key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T | None:
-        """An implementation of `launch.prepare.CheckedWork` that records errors."""
+        """Run one check as `launch.prepare.CheckedWork` describes, and record its error."""
         if not self._reading.is_sound(key, *needs):
             return None
         try:
@@ -64,10 +67,10 @@ class Refusals:
             return work()
         except (MeshwrightError, OSError) as error:
             failure = as_meshwright_error(error)
-            if str(failure) in self._reported:  # another check met the same error
+            if str(failure) in self._reported:  # an earlier check has met the same error
                 return None
             self._reported.add(str(failure))
-            if isinstance(failure, BadConfig):  # they have positions, as those of a plan file
+            if isinstance(failure, BadConfig):  # its mistakes have positions already, for example in a plan file
                 self.refusals += failure.mistakes
             else:
                 self.refusals.append(self._reading.refusal(failure, key, expected))

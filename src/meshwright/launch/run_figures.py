@@ -1,4 +1,7 @@
-"""The figures of a run from the files in its folder: progress, speed, goodput, restarts; during the run and after it."""
+"""Reads the figures of a run from the files in its folder: progress, speed, goodput, restarts.
+
+It works during the run and after.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,28 @@ from meshwright.observe.wall_time import FILE as WALL_TIME
 from meshwright.spec.batch_sizes import BatchSizes, BatchStage
 
 FRESH_SECONDS = 15.0
-"""Age of `progress.json` up to which a job runs, and of `metrics.jsonl` if the run is not supervised."""
+"""A job counts as running while its `progress.json` is younger than this; without supervision, its `metrics.jsonl`."""
 
 
 @dataclass(frozen=True)
 class RunFigures:
-    """Figures of a run; None where they are not known (yet)."""
+    """Figures of a run; None if they are unknown, or not known yet.
+
+    Those without a description are values of the last step: `loss` in nats per token, `grad_norm` before clipping,
+    `mfu` with causal attention. `tokens` counts since the run began.
+    """
 
     name: str
     state: str
-    """starting, running, the status of supervision, or how the run ended."""
+    """`starting`, `running`, the status of supervision, or how the run ended."""
     running: bool
     step: int
     steps: int | None
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
     seconds_left: float | None
-    """Seconds that the remaining steps take at the recent pace."""
+    """Seconds that the remaining steps will take, if they are as fast as the most recent steps."""
     step_seconds: float | None
+    """Mean seconds of the most recent steps."""
     tokens: float | None
     tokens_per_second: float | None
     mfu: float | None
@@ -46,20 +54,20 @@ class RunFigures:
     validation_loss: float | None
     grad_norm: float | None
     wall_seconds: float | None
-    """Seconds from the begin of the first start to the last step or pause (`observe.goodput`)."""
+    """Seconds from the beginning of the first start to the last step or pause (`observe.goodput`)."""
     goodput: float | None
-    """Productive share of the wall time."""
+    """Share of the wall time that was spent in steps that count, 0 to 1."""
     checkpoint_step: int | None
     """Step of the newest committed checkpoint."""
     attempt: int
     restarts: int
     incidents: int
     exit_code: int | None
-    """Exit code of the newest supervised job; None while it runs, if it was killed, and without supervision."""
+    """Exit code of the newest supervised job. None while it runs, if it was killed, and without supervision."""
 
 
 class RunFigureReader:
-    """Reads the figures of a run again and again; each call reads only new lines."""
+    """Reads the figures of a run repeatedly. Each call reads only the lines that were added since the last one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -68,11 +76,12 @@ class RunFigureReader:
         self._goodput = _GoodputReader(folder)
         self._jobs: dict[str, _Job] = {}
         self._train: tuple[float, dict[str, Any] | None] = (0.0, None)
+        """Modification time of config.yaml, and its section `train`."""
         self.progress: JobProgress | None = None
-        """The progress of the ranks at the last `read`; None without a readable file."""
+        """The progress of the ranks at the last call of `read`; None if its file cannot be read."""
 
     def read(self, now: float | None = None) -> RunFigures:
-        """The figures at the Unix time `now`, by default the present."""
+        """Return the figures at the Unix time `now`, which is the present by default."""
         now = time.time() if now is None else now
         self._metrics.update()
         self._read_history()
@@ -113,10 +122,11 @@ class RunFigureReader:
 
     @property
     def expert_loads(self) -> ExpertLoadTable | None:
-        """Loads of experts at the last `read`."""
+        """The loads of the experts at the last call of `read`; None for a model without experts."""
         return expert_load_table(list(self._metrics.with_loads))
 
     def _read_history(self) -> None:
+        """Read the states that supervision has recorded since the last call, by job."""
         records, anew = self._history.read()
         if anew:
             self._jobs.clear()
@@ -124,7 +134,7 @@ class RunFigureReader:
             self._jobs.setdefault(str(record.get("job", "")), _Job()).add(record)
 
     def _train_settings(self) -> dict[str, Any] | None:
-        """`train` of the resolved configuration; None without a number of steps."""
+        """Return the section `train` of the resolved configuration; None if it has no number of steps."""
         changed = self._changed("config.yaml")
         if changed != self._train[0]:
             try:
@@ -135,7 +145,7 @@ class RunFigureReader:
         return self._train[1]
 
     def _changed(self, name: str) -> float:
-        """Unix time of a file's last change; 0 if there is none."""
+        """Return the Unix time of a file's last change; 0 if there is no such file."""
         try:
             return (self._folder / name).stat().st_mtime
         except OSError:
@@ -143,18 +153,21 @@ class RunFigureReader:
 
 
 def _steps_left(train: Mapping[str, Any], step: int, recent: int) -> float:
-    """The remaining steps, in steps of the mean size of the newest `recent` ones."""
+    """Return the number of remaining steps, weighted by their batch sizes.
+
+    A remaining step whose batch is twice as large as the mean of the `recent` newest steps counts as two.
+    """
     left = max(0, train["steps"] - step)
     try:
         sizes = BatchSizes(train["global_batch"], [BatchStage(**stage) for stage in train["batch_ramp"]])
         size = (sizes.samples_before(step) - sizes.samples_before(max(0, step - recent))) / min(recent, step)
         return (sizes.samples_before(step + left) - sizes.samples_before(step)) / size
-    except (KeyError, TypeError, ZeroDivisionError):  # a configuration changed by hand
+    except (KeyError, TypeError, ZeroDivisionError):  # someone has edited the configuration
         return left
 
 
 class _GoodputReader:
-    """The goodput breakdown of a run, read again when its file has changed and at most a tenth of the time."""
+    """Reads the goodput of a run again when its file has changed, but spends at most about a tenth of the time on reading."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -163,7 +176,7 @@ class _GoodputReader:
         self._breakdown: RunGoodput | None = None
 
     def read(self) -> RunGoodput | None:
-        """The newest breakdown; None without a readable file."""
+        """Return the newest breakdown of the wall time; None if its file cannot be read."""
         began = time.monotonic()
         try:
             size = (self._folder / WALL_TIME).stat().st_size
@@ -177,7 +190,7 @@ class _GoodputReader:
 
 
 class _Job:
-    """State of a job from its records."""
+    """The state of a job according to its records in supervision.jsonl."""
 
     def __init__(self) -> None:
         self.attempt = 0
@@ -186,6 +199,7 @@ class _Job:
         self.attempts: set[int] = set()
 
     def add(self, record: Mapping[str, Any]) -> None:
+        """Update the state from one record."""
         stop = record.get("stop")
         self.attempt = int(record.get("attempt") or 0)
         self.status = str(record.get("status"))
@@ -196,6 +210,7 @@ class _Job:
 
 
 def _state(job: _Job | None, running: bool, step: int, steps: int | None) -> str:
+    """Return the state of a run in words; see `RunFigures.state`."""
     if job is not None and job.code is not None:
         return "finished" if job.code == 0 else f"ended with code {job.code}"
     if running:
@@ -207,7 +222,7 @@ def _state(job: _Job | None, running: bool, step: int, steps: int | None) -> str
 
 
 def _newest_incident(folder: Path) -> int:
-    """The number of the newest incident, which counts those whose folders are removed too; 0 without any."""
+    """Return the number of the newest incident, which also counts incidents whose folders were removed; 0 without any."""
     numbers = (path.name.partition("-")[0] for path in folder.glob("[0-9]*-*"))
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 

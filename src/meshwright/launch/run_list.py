@@ -1,4 +1,4 @@
-"""The runs in a folder: their states, their figures, how to stop one, and when one may be deleted."""
+"""The runs in a folder: their states and figures, stopping a run, and deleting runs."""
 
 from __future__ import annotations
 
@@ -30,39 +30,44 @@ from meshwright.spec.run import Lease
 
 State = Literal["running", "waiting", "finished", "stopped", "failed"]
 RUN_FILES = (LEASE, "metrics.jsonl", STATE_FILE)
-"""Files of which every run's folder has at least one; nothing else has files of these names."""
+"""Files that identify a run's folder: every such folder has at least one of them, and no other folder has any."""
 POLL_SECONDS = 0.2
+"""Seconds between two looks at a run whose end is awaited."""
 DELETED = ".deleted-"
-"""Beginning of the name of a folder that is being deleted."""
+"""A folder that is being deleted gets a name that begins like this."""
 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run of a list."""
+    """One run in a list of runs."""
 
     name: str
     folder: str
     state: State
-    """running, waiting (for hosts, or not begun), finished (all steps done), stopped (it can continue), failed (see `exit_code`)."""
+    """The state of the run.
+
+    `running`; `waiting` for hosts or for its first step; `finished` with all steps done; `stopped`, it can continue;
+    `failed`, see `exit_code`.
+    """
     exit_code: int | None
-    """Exit code of the newest job, where it is known."""
+    """Exit code of the newest job, if known."""
     step: int
     steps: int | None
     loss: float | None
-    """Loss of the last step."""
+    """Loss of the last step, in nats per token."""
     validation_loss: float | None
-    """The last one."""
+    """The last validation loss, in nats per token."""
     tokens: float | None
     plan: str | None
     """The plan in one line."""
     changed_seconds: float
-    """Seconds since the run last wrote metrics, or since its folder changed."""
+    """Seconds since the run last wrote metrics, or since its folder changed if it has none."""
     bytes: int
-    """Bytes of all files in the folder."""
+    """Bytes of all files in the run's folder."""
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The folders of runs in `folder` and one level below, as of a sweep, by name."""
+    """Return the folders of runs in `folder` and one level below it, sorted by name. Runs of a sweep are one level below."""
 
     def below(parent: Path) -> Iterator[Path]:
         for child in sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".")):
@@ -75,12 +80,12 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run was started in this folder."""
+    """Whether a run has been started in this folder."""
     return any((folder / name).is_file() for name in RUN_FILES)
 
 
 def list_run(folder: Path, base: Path | None = None) -> ListedRun:
-    """The state and figures of one run, with its name below `base`."""
+    """Return the state and figures of one run. Its name is relative to the folder `base`, if that is given."""
     figures = RunFigureReader(folder).read()
     plan = read_plan(folder / "plan.yaml", [])
     return ListedRun(
@@ -100,7 +105,7 @@ def list_run(folder: Path, base: Path | None = None) -> ListedRun:
 
 
 def run_state(folder: Path, figures: RunFigures) -> State:
-    """The state of a run by its supervision, and by the process that has its lease."""
+    """Return the state of a run, from its supervision and from the process that holds its lease."""
     if figures.exit_code is None and _runs(folder, figures):
         return "waiting" if figures.state in ("gathering", "preparing") or not figures.step else "running"
     if figures.exit_code == EXIT_DONE or _all_steps(figures):
@@ -109,10 +114,10 @@ def run_state(folder: Path, figures: RunFigures) -> State:
 
 
 def request_stop(folder: Path) -> tuple[int, Lease]:
-    """Ask the job that writes to a run's folder to end after its running step, with a checkpoint; returns process and lease.
+    """Ask the job that writes to a run's folder to save a checkpoint and end after the current step.
 
-    It works as SIGTERM does, for a job that supervises its ranks, a coordinator, or rank 0 of another launcher. Raises BadInput if
-    nothing runs, or if it runs on another host.
+    Sends SIGTERM to the process that holds the lease, or to the present coordinator, and returns its process id and the
+    lease. Raises BadInput if no job runs, or if it runs on another host.
     """
     lease = read_lease(folder)
     figures = RunFigureReader(folder).read()
@@ -134,7 +139,7 @@ def request_stop(folder: Path) -> tuple[int, Lease]:
 
 
 def _coordinator_here(folder: Path) -> int | None:
-    """The process on this host that coordinates a run since another one was lost; None if there is none."""
+    """Return the process id of the run's present coordinator, if it is on this host. Coordination moves when a host is lost."""
     lease = _coordinator_lease(folder)
     if lease is None or lease.process != this_process(lease.pid) or not Path(f"/proc/{lease.pid}").exists():
         return None
@@ -142,7 +147,7 @@ def _coordinator_here(folder: Path) -> int | None:
 
 
 def _coordinator_lease(folder: Path) -> CoordinatorLease | None:
-    """The lease of the coordinator, where the run's configuration has it; None if no process holds it or it cannot be read."""
+    """Return the lease of the run's coordinator; None if no process holds it or it cannot be read."""
     config = _configuration(folder)
     supervision = config.get("supervision") or {}
     with suppress(OSError, BadInput):
@@ -152,7 +157,7 @@ def _coordinator_lease(folder: Path) -> CoordinatorLease | None:
 
 
 def await_end(folder: Path, lease: Lease) -> RunFigures:
-    """Wait until the job with this lease has ended, or another start has taken over; returns the last figures."""
+    """Wait until the job with this lease has ended or another start has replaced it. Return the last figures."""
     reader = RunFigureReader(folder)
     while True:
         alive = (owner_is_alive(lease) and read_lease(folder) == lease) or _coordinator_here(folder) is not None
@@ -163,10 +168,10 @@ def await_end(folder: Path, lease: Lease) -> RunFigures:
 
 
 def check_deletable(folder: Path, others: Collection[Path]) -> None:
-    """Raise BadInput unless `folder` is a run's and may be deleted.
+    """Raise BadInput unless `folder` is a run's folder that may be deleted.
 
-    It is refused if it runs, if it is no run's folder or holds more than one, and if a configuration of `others` names it or a
-    part of it: as the initial weights of another run, its data or its plan.
+    It may not be deleted if the run is running, if the folder contains other runs or a git repository, or if a run in
+    `others` needs it: if that run's configuration names this folder, or a part of it, as initial weights, data or plan.
     """
     if folder.is_symlink():
         raise BadInput(f"{folder} is a link to {folder.resolve()}; name that folder")
@@ -192,9 +197,10 @@ def check_deletable(folder: Path, others: Collection[Path]) -> None:
 
 
 def delete_run(folder: Path) -> None:
-    """Delete the folder of a run that `check_deletable` accepts; an interruption leaves none of it under its name.
+    """Delete the folder of a run that `check_deletable` has accepted.
 
-    Raises BadInput if a job has begun there.
+    The folder is renamed first, so that an interrupted deletion does not leave a part of it under the run's name.
+    Raises BadInput if a job has begun in the folder.
     """
     gone = folder.with_name(f"{DELETED}{folder.name}-{os.getpid()}")
     with folder_lock(folder):
@@ -208,12 +214,15 @@ def _all_steps(figures: RunFigures) -> bool:
 
 
 def _runs(folder: Path, figures: RunFigures) -> bool:
-    """Whether a job without an exit code runs: by its process if that is on this host, else by the age of its files."""
+    """Whether a job without an exit code is running.
+
+    If its process is on this host, the process decides; otherwise the age of the job's files.
+    """
     lease = read_lease(folder)
     supervised = figures.attempt > 0
     if lease is None or lease.host != socket.gethostname():
         return figures.running
-    # A process that trained without supervision, as a rank of torchrun, may live on after its last step.
+    # A process that trains without supervision, for example a rank of torchrun, may still exist after its last step.
     return owner_is_alive(lease) and (supervised or not _all_steps(figures))
 
 
@@ -222,7 +231,7 @@ def _at(figures: RunFigures) -> str:
 
 
 def _configuration(run: Path) -> Mapping[str, Any]:
-    """The resolved configuration in a run's folder; empty if it has none that can be read."""
+    """Return the resolved configuration in a run's folder; empty if it cannot be read."""
     with suppress(OSError, ValueError, yaml.YAMLError):
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
         return config if isinstance(config, Mapping) else {}
@@ -230,7 +239,7 @@ def _configuration(run: Path) -> Mapping[str, Any]:
 
 
 def _key_that_names(run: Path, folder: Path) -> str | None:
-    """The key of a run's configuration whose value is a path in `folder`; None without one."""
+    """Return the key of a run's configuration whose value is a path in `folder`; None if there is none."""
     for key, value in _texts(_configuration(run), ""):
         path = value.partition(":")[2] if value.startswith(("checkpoint:", "hf:")) else value
         if path and any(place.resolve().is_relative_to(folder) for place in (Path(path), run.parent / path)):
@@ -239,7 +248,7 @@ def _key_that_names(run: Path, folder: Path) -> str | None:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Every text of a configuration with its key; keys of `data.mix` are paths too."""
+    """Yield every text of a configuration, with its key. The keys of `data.mix` are paths, so they are yielded too."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             if key == "data.mix":
@@ -253,13 +262,13 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _changed(folder: Path) -> float:
-    """Unix time of the last line of metrics, or of the folder's last change."""
+    """Return the Unix time at which metrics were last written, or else the folder last changed."""
     file = folder / "metrics.jsonl"
     return (file if file.exists() else folder).stat().st_mtime
 
 
 def _bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; those that vanish meanwhile do not count."""
+    """Return the bytes of all files in a folder and below. Files that disappear meanwhile do not count."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

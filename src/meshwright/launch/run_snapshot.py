@@ -1,4 +1,4 @@
-"""Snapshot of a run for `meshwright monitor`, read again and again from the files in the run's folder."""
+"""The state of a run as `meshwright monitor` shows it, read repeatedly from the files in the run's folder."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from meshwright.launch.run_figures import RunFigureReader, RunFigures
 from meshwright.observe.expert_load_table import ExpertLoadTable
 
 READ_BYTES = 24 << 20
-"""Bytes of spans that one refresh reads; those of a larger job come over several refreshes, the newest first."""
+"""Most bytes of spans that one refresh reads. The spans of a large job need several refreshes; the newest are read first."""
 
 
 @dataclass(frozen=True, eq=False)
 class RunSnapshot:
-    """A run at one time. `steps` and `seconds` `(ranks, steps)` are the times of compute."""
+    """The state of a run at one time.
+
+    `seconds` `(ranks, steps)` are times of computation, in seconds, and `steps` `(steps,)` the numbers of their steps.
+    """
 
     figures: RunFigures
     ranks: Sequence[RankActivity]
     progress_seconds: float | None
-    """Age of the ranks' progress; None if the job is not supervised or over."""
+    """Age of the ranks' progress in seconds; None if the job is over or not supervised."""
     culprit: Culprit | None
     incidents: Sequence[Mapping[str, Any]]
     steps: np.ndarray
@@ -37,12 +40,12 @@ class RunSnapshot:
     expert_loads: ExpertLoadTable | None = None
 
     def heat_map(self, lines: int, columns: int) -> HeatMap:
-        """Times relative to the median rank, in at most `lines` × `columns`."""
+        """Return the compute times relative to the median rank, reduced to at most `lines` × `columns` cells."""
         return heat_map(self.steps, self.seconds, lines, columns)
 
 
 class SnapshotReader:
-    """Reads snapshots of the run in a folder, which may be just beginning."""
+    """Reads snapshots of the run in a folder. The run may have just begun, with files still missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,11 +56,11 @@ class SnapshotReader:
 
     @property
     def complete(self) -> bool:
-        """Whether the last snapshot has all the spans that the files have."""
+        """Whether the last snapshot includes all spans in the files."""
         return self._times.complete
 
     def read(self, *, complete: bool = False) -> RunSnapshot:
-        """The present state of the run, with all spans of the newest start if `complete`."""
+        """Return the present state of the run. With `complete`, read all spans of the newest start first."""
         figures = self._figures.read()
         self._times.update(READ_BYTES)
         while complete and not self.complete:
@@ -74,7 +77,7 @@ class SnapshotReader:
         return RunSnapshot(figures, ranks, age, culprit, self._read_incidents(), steps, seconds, loads)
 
     def _read_incidents(self) -> Sequence[Mapping[str, Any]]:
-        """The incidents; their files are read again only when there are others, or other contents."""
+        """Return the incidents. Their files are read again only if one was added, removed or changed."""
         found = sorted((str(path), _modified_ns(path)) for path in (self._folder / FOLDER).glob(f"*/{FILE}"))
         if found != self._incidents[0]:
             self._incidents = found, read_incidents(self._folder)
@@ -90,7 +93,10 @@ def _modified_ns(path: Path) -> int:
 
 
 def snapshot_as_plain(snapshot: RunSnapshot, lines: int, columns: int) -> dict[str, Any]:
-    """JSON values; the heat map has at most `lines` × `columns`, and null where no time is known."""
+    """Return a snapshot as JSON values.
+
+    The heat map has at most `lines` × `columns` cells, with null where no time is known.
+    """
     figures = snapshot.figures
     heat = snapshot.heat_map(lines, columns)
     ratio = [[round(value, 4) if np.isfinite(value) else None for value in row] for row in heat.ratio.tolist()]

@@ -1,4 +1,4 @@
-"""A run as a job of a scheduler: hosts, processes, seconds to stop, and the reaction to each exit code."""
+"""A run as a job of a scheduler: hosts, arguments, the time to stop, and which exit codes lead to another start."""
 
 from __future__ import annotations
 
@@ -26,39 +26,40 @@ from meshwright.spec.plan_name import plan_name
 from meshwright.spec.run import RunSpec
 
 STOP_CODES = (EXIT_BAD_INPUT, EXIT_NO_RESOURCES, EXIT_DAMAGED, EXIT_NUMERICAL, EXIT_REPEATED, EXIT_INTERRUPTED)
-"""Exit codes after which another start fails in the same way, or a person ended the run: the scheduler starts nothing."""
+"""Exit codes after which the scheduler starts nothing: another start would fail in the same way, or a person ended the run."""
 REQUEUE_CODES = (EXIT_PREEMPTED,)
-"""Exit codes after which the scheduler starts the job again, without counting. It counts the starts after all others."""
+"""Exit codes after which the scheduler always starts the job again. After other codes, the number of starts is limited."""
 AGENT_STARTS = 4
-"""Starts of an agent that signals end, within one start of the job."""
+"""How often an agent is started within one start of the job, if signals end it."""
 STOP_MARGIN_SECONDS = 15
-"""Seconds for the processes to end after the last checkpoint and the other ranks."""
+"""Seconds for the processes to end, after the last checkpoint has been written and the ranks have stopped."""
 UNKNOWN_STEP_SECONDS = 60.0
-"""Step time where none is predicted."""
+"""Seconds of a step that are assumed if none are predicted."""
 LONGEST_NOTICE = 65_535
-"""Seconds before its time limit at which Slurm can send a signal at most."""
+"""Slurm can send a signal at most this many seconds before the time limit of a job."""
 KEPT_FILES = "/etc/meshwright"
-"""Folder of the run file and of the files that it names, in a container."""
+"""Folder in a container that has the run file, and the plan and profile that it names."""
 
 
 @dataclass(frozen=True)
 class SchedulerJob:
-    """A run as a scheduler's job: one agent on each of `hosts` hosts."""
+    """A run as a scheduler's job, with one agent on each of `hosts` hosts."""
 
     run: RunSpec
     plan: Plan
     arguments: tuple[str, ...]
-    """Run file and overrides as they were given."""
+    """The run file and overrides, as the user gave them."""
     runs: Path = field(default_factory=lambda: Path("runs"))
+    """Folder of all runs."""
 
     @property
     def hosts(self) -> int:
-        """Hosts to request, with the spare ones."""
+        """Number of hosts to request, including spare hosts."""
         return self.run.cluster.nodes + self.run.supervision.spares
 
     @property
     def gpu_vendor(self) -> str | None:
-        """Vendor of the devices as Kubernetes' resource names begin; None on a CPU."""
+        """The vendor in Kubernetes' name of the GPU resource, `nvidia.com` or `amd.com`; None for CPUs."""
         if self.run.cluster.is_cpu:
             return None
         chip = CHIPS.get(self.run.cluster.gpu)
@@ -66,26 +67,26 @@ class SchedulerJob:
 
     @property
     def survives_host_loss(self) -> bool:
-        """Whether the run goes on without a replacement by the scheduler."""
+        """Whether the run continues after the loss of a host, even if the scheduler does not replace it."""
         return self.run.supervision.spares > 0 or self.run.supervision.wait_seconds is not None
 
     @property
     def stop_seconds(self) -> int:
         """Seconds from a stop request until all processes have ended.
 
-        The present step ends, the last checkpoint is written, and the ranks and their agent end.
+        In this time the current step ends, the last checkpoint is written, and the ranks and their agent end.
         """
         predicted = self.plan.predicted.step_seconds if self.plan.predicted is not None else None
         step = predicted or UNKNOWN_STEP_SECONDS
         return ceil(step + self.run.checkpoint.grace_seconds + STOP_SECONDS + STOP_MARGIN_SECONDS)
 
     def agent_arguments(self, arguments: Sequence[str]) -> list[str]:
-        """Arguments of `meshwright` that start an agent; `arguments` are run file and overrides."""
+        """Return the arguments of the command `meshwright` that start an agent. `arguments` are the run file and overrides."""
         return ["train", *arguments, "--runs", str(self.runs), "--agent"]
 
     @property
     def summary(self) -> str:
-        """The run's hosts and plan in a line."""
+        """The run's hosts and plan in one line."""
         spares = self.run.supervision.spares
         spare_text = f" and {spares} spare" if spares else ""
         cluster = self.run.cluster
@@ -95,9 +96,9 @@ class SchedulerJob:
         )
 
     def files(self, folder: str = KEPT_FILES) -> dict[str, str]:
-        """The run file with all values, and the plan and profile that it names, by file name.
+        """Return the contents of the run file with all values, and of the plan and profile that it names, by file name.
 
-        Their paths in the run file are those in `folder`. Raises BadInput for a file that cannot be read.
+        In the run file their paths are in `folder`. Raises BadInput for a file that cannot be read.
         """
         run = self.run
         contents = {}
@@ -111,7 +112,7 @@ class SchedulerJob:
 
 
 def scheduler_job(run: RunSpec, plan: Plan, arguments: Sequence[str], runs: Path) -> SchedulerJob:
-    """The job of a run. Raises BadInput for a run that a scheduler cannot start."""
+    """Return the job of a run. Raises BadInput for a run that a scheduler cannot start."""
     if run.cluster.emulate_nodes > 1:
         raise BadInput(
             f"cluster.emulate_nodes is {run.cluster.emulate_nodes}: a scheduler starts real hosts; use cluster.nodes="
@@ -124,7 +125,10 @@ def scheduler_job(run: RunSpec, plan: Plan, arguments: Sequence[str], runs: Path
 
 
 def check_text(text: str, name: str) -> None:
-    """Raise BadInput, naming the option, for text that is not UTF-8, which no file for a scheduler can have."""
+    """Raise BadInput if `text` is not UTF-8, because a scheduler's file could not contain it.
+
+    `name` is the option in the error.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -132,7 +136,7 @@ def check_text(text: str, name: str) -> None:
 
 
 def comment(text: str) -> str:
-    """A line of a comment in a shell script or in YAML; characters that end a line or do not print are escaped."""
+    """Return a comment line for a shell script or YAML. Line breaks and other characters that do not print are escaped."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return f"# {shown}"
 

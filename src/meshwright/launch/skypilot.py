@@ -1,4 +1,4 @@
-"""The task of a run for SkyPilot's managed jobs, which bring it to new machines when they lose theirs."""
+"""The task of a run for SkyPilot's managed jobs, which move a run to new machines when it loses its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.spec.job_token import TOKEN_VARIABLE
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
 TOKEN_SECRET = "MESHWRIGHT_TOKEN"
-"""Secret of the task: the token that its machines share."""
+"""Name of the task's secret: the token that its machines share."""
 ACCELERATORS = {
     "A100": "A100-80GB",
     "A100-40GB": "A100",
@@ -23,13 +23,13 @@ ACCELERATORS = {
     "GB200-NVL72": "GB200",
     "GB300-NVL72": "GB300",
 }
-"""SkyPilot's name of each chip for which it has another one (its catalogue, 0.14)."""
+"""SkyPilot's names of chips, where they differ from ours (its catalogue, 0.14)."""
 
 
 def skypilot_yaml(job: SchedulerJob, container: Container) -> str:
-    """The task, with the run's files in its script.
+    """Return the task as YAML, with the run's files inside its script.
 
-    Raises BadInput without a volume, unless the run has one host and copies its checkpoints to an object store.
+    Raises BadInput if there is no volume, unless the run has one host and copies its checkpoints to an object store.
     """
     if container.claim is None and job.hosts > 1:
         raise BadInput(
@@ -61,7 +61,7 @@ def skypilot_yaml(job: SchedulerJob, container: Container) -> str:
 
 
 def _resources(job: SchedulerJob, image: str) -> dict[str, Any]:
-    """Devices of a machine, and the exit codes after which SkyPilot starts the job again."""
+    """Return the devices of a machine, and the exit codes after which SkyPilot starts the job again."""
     cluster = job.run.cluster
     resources: dict[str, Any] = {}
     if job.gpu_vendor is None:
@@ -76,13 +76,18 @@ def _resources(job: SchedulerJob, image: str) -> dict[str, Any]:
 
 
 def _preparation(job: SchedulerJob, *, shared: bool) -> Iterator[str]:
-    """Files, token, the address of the coordinator, and the folder in which the run works: on the volume if it is `shared`."""
+    """Yield the script's first part: write the run's files and the token, name the coordinator, and enter the work
+    folder.
+
+    The work folder is on the volume if `shared`, else on the machine's disk.
+    """
     folder = _folder(job)
     work = STORAGE_FOLDER if shared else f"{folder}/work"
     yield "set -u"
     yield f'mkdir -p "{work}" "{folder}"'
+    # In the run file the folder begins with ~, because $HOME would not be expanded there.
     for name, text in job.files(f"~{folder.removeprefix('$HOME')}").items():
-        yield f"cat > \"{folder}/{name}\" <<'END'"  # no line of a YAML mapping is this word
+        yield f"cat > \"{folder}/{name}\" <<'END'"  # no line of a YAML mapping is END
         yield text.removesuffix("\n")
         yield "END"
     yield f'(umask 077 && printf %s "${TOKEN_SECRET}" > "{folder}/token")'
@@ -93,7 +98,10 @@ def _preparation(job: SchedulerJob, *, shared: bool) -> Iterator[str]:
 
 
 def _agents(job: SchedulerJob) -> Iterator[str]:
-    """SkyPilot ends the agents of all machines when one fails, so that an agent starts again here."""
+    """Yield the script's second part: a loop that starts the agent again after a failure.
+
+    It is in the script because SkyPilot would end the agents of all machines when one of them fails.
+    """
     options = shlex.join(["--runs", str(job.runs), "--agent"])
     final = "|".join(map(str, (EXIT_DONE, *REQUEUE_CODES, *STOP_CODES)))
     yield "failures=0"
@@ -108,5 +116,5 @@ def _agents(job: SchedulerJob) -> Iterator[str]:
 
 
 def _folder(job: SchedulerJob) -> str:
-    """The folder of the run's files on each machine, for a shell."""
+    """Return the folder of the run's files on each machine, written for a shell."""
     return f"$HOME/.meshwright/{job.run.name}"

@@ -1,7 +1,8 @@
 """`RUN/supervision.jsonl`: the states of a supervised job, one line for each change.
 
-Each process that coordinates writes a term one above that of the processes before. A line that a process whose lease has
-ended writes late, as from a storage that hung, is of an earlier term, and does not count.
+Several processes may coordinate a job one after the other. Each writes its lines with a term, a number one higher than
+the term of its predecessor. If a predecessor whose lease has ended writes a line late, for example after its file
+system hung, that line has a lower term and is ignored.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from meshwright.spec.fields import from_checked_plain, from_sealed_json, to_plai
 
 STATE_FILE = "supervision.jsonl"
 RETRY_SECONDS = 1.0
-"""Seconds after which a state that could not be written is written again."""
+"""Seconds until another attempt to write a state that could not be written."""
 AGAIN_SECONDS = 10.0
-"""Seconds within which an event whose state could not be written comes again; longer than any heartbeat."""
+"""If an event's state could not be written, the event is expected again within this many seconds. Longer than any heartbeat."""
 UNWRITABLE_SECONDS = 300.0
-"""Seconds that a job which cannot go on before waits for a disk that does not take its state; then it ends."""
+"""Seconds for which a job waits for a disk that rejects its state, if it cannot continue without; then it ends."""
 GONE_SECONDS = 10.0
-"""The same for a folder that no longer exists; a network file system may not show it for a moment."""
+"""The same if the run's folder no longer exists. A network file system may hide a folder for a moment."""
 LATE_LINES = 8
-"""Last undamaged lines that are read: more than processes can have written late."""
+"""Undamaged lines at the end of the file that are read. Fewer lines than this can have been written late."""
 
 
 class StateFile:
-    """Appends states. While that is not possible, it knows whether and for how long the job waits for it."""
+    """Appends states to the file. While that fails, it tracks whether and how long the job has been waiting for it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / STATE_FILE
         self._error: OSError | None = None
-        """Why the last state could not be written."""
+        """Why the last state could not be written; None if it was written."""
         self._retry_at = 0.0
         self._held: tuple[float, float] | None = None
-        """First and last time at which an event was held up."""
+        """First and last time at which an event had to wait; None if none waits."""
         self._term: int | None = None
-        """The term of this process; None before its first record."""
+        """The term of this process; None before it has written a line."""
 
     def append(self, state: State, now: float) -> bool:
-        """Append a state; False if that is not possible now. `now` is in seconds of any monotonic clock, here and below."""
+        """Append a state, and return whether that succeeded. `now` is a time of any monotonic clock in seconds, also below."""
         if self._error is not None and now < self._retry_at:
             return False
         try:
@@ -65,12 +66,12 @@ class StateFile:
         return True
 
     def hold(self, now: float) -> None:
-        """Note that the job waits for the record of an event; that is over once the event does not come again."""
+        """Note that the job waits until an event is recorded. The waiting is over if the event does not come again."""
         since, last = self._held or (now, now)
         self._held = since if now - last <= AGAIN_SECONDS else now, now
 
     def failure(self, now: float) -> MeshwrightError | None:
-        """The error that ends the job, if it has waited for too long."""
+        """Return the error that ends the job, if the job has waited too long; else None."""
         if self._error is None or self._held is None or now - self._held[1] > AGAIN_SECONDS:
             return None
         waited = now - self._held[0]
@@ -85,6 +86,7 @@ class StateFile:
         )
 
     def _append(self, state: State) -> None:
+        """Write a state as one line. The first line of this process gets a term one higher than the newest line's."""
         if self._term is None:
             newest = _newest_record(self._folder / STATE_FILE)
             self._term = 1 if newest is None else newest[0] + 1
@@ -92,7 +94,7 @@ class StateFile:
         append_durable(self._path, line.encode() + b"\n")
 
     def _is_gone(self) -> bool:
-        """Whether the run's folder does not exist; an error of its file system does not say so."""
+        """Whether the run's folder certainly does not exist. Other errors of its file system do not count."""
         try:
             os.stat(self._folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -103,16 +105,20 @@ class StateFile:
 
 
 def read_state(folder: Path) -> State | None:
-    """The last undamaged state in a run's folder; None without one.
+    """Return the last undamaged state in a run's folder; None if there is none.
 
-    A last line that a crash cut off is ignored; other damage is said in one line. Raises OSError if the file cannot be read.
+    A last line that a crash has cut off is ignored; other damage is reported in one line. Raises OSError if the file
+    cannot be read.
     """
     newest = _newest_record(folder / STATE_FILE, say_damage=True)
     return None if newest is None else newest[1]
 
 
 def _newest_record(file: Path, *, say_damage: bool = False) -> tuple[int, State] | None:
-    """Term and state of the last undamaged line of the highest term among the last `LATE_LINES`; None without one."""
+    """Return (term, state) of the newest undamaged line; None if there is none.
+
+    Among the last `LATE_LINES` undamaged lines, it is the last one with the highest term.
+    """
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
@@ -128,10 +134,12 @@ def _newest_record(file: Path, *, say_damage: bool = False) -> tuple[int, State]
             term = record.pop("term")
             records.append((term, from_checked_plain(State, record)))
         except (ValueError, TypeError, KeyError):
+            # Damage before the newest good line does not matter, and a crash may have cut off the last line.
             damaged = number if number < len(lines) and not records else damaged
         if len(records) == LATE_LINES:
             break
     if damaged and say_damage:
         then = "an earlier record counts" if records else "it has no other, so attempts are counted anew"
         write_line(f"meshwright: {file}:{damaged}: this record is damaged; {then}")
-    return max(records, key=lambda record: record[0], default=None)  # of equal terms the first, which is the last line
+    # `records` has the last line first, and max takes the first of equals.
+    return max(records, key=lambda record: record[0], default=None)

@@ -1,4 +1,7 @@
-"""Trains the runs of a sweep: each in processes of its own, several at a time where devices are free, and goes on after an end."""
+"""Trains the runs of a sweep, each in processes of its own. Runs train in parallel where devices are free.
+
+If a sweep is started again, it continues with the runs that have not ended.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,21 @@ from meshwright.spec.run import RunSpec
 from meshwright.spec.sweep import EarlyStop, SweepSpec
 
 RECORD = "sweep.json"
-"""File of a sweep's folder with the runs that were stopped early."""
+"""File in a sweep's folder that records the runs that were stopped early."""
 TRAIN = (sys.executable, "-m", "meshwright", "train")
-"""The command of a run, before its file and keys."""
+"""The command that trains a run. The run file and its keys follow."""
 POLL_SECONDS = 0.3
+"""Seconds between two looks at the running processes."""
 Outcome = Literal["finished", "stopped early", "stopped", "failed", "not started"]
 
 
 @dataclass(eq=False)
 class SweepRun:
-    """A run of a sweep and where it stands."""
+    """A run of a sweep, and its state."""
 
+    # `spec` is the run with the sweep's keys, `overrides` those keys as arguments. `why` is the reason of an early
+    # stop.
+    # `process` runs while the run trains, on `devices`. `exit_code` is the code of its last end.
     swept: SweptRun
     spec: RunSpec
     folder: Path
@@ -55,7 +62,7 @@ class SweepRun:
     devices: list[str] = field(default_factory=list)
     reader: RunFigureReader | None = None
     compared: set[int] = field(default_factory=set)
-    """Steps of the rule of early stops at which it was compared."""
+    """Steps of the rule for early stops at which this run has been compared with the others."""
 
     @property
     def name(self) -> str:
@@ -63,15 +70,18 @@ class SweepRun:
 
     @property
     def log(self) -> Path:
-        """File with what its command prints."""
+        """File with the output of the run's command."""
         return self.folder.with_name(f"{self.name}.log")
 
 
 class Sweep:
-    """The runs of one sweep in `folder`, those of earlier starts as they ended."""
+    """The runs of one sweep in `folder`. Runs of earlier starts have the outcome of those starts."""
 
     def __init__(self, spec: SweepSpec, file: Path, runs: Path) -> None:
-        """Raises BadConfig or BadInput for a run that cannot be trained or was begun with another configuration."""
+        """`file` is the sweep file, and `runs` the folder of all runs.
+
+        Raises BadConfig or BadInput if a run cannot be trained, or has begun with another configuration.
+        """
         self.spec = spec
         self.folder = runs / spec.name
         self._base = file.parent / spec.run
@@ -86,6 +96,7 @@ class Sweep:
                 self._take_up(run)
 
     def _checked(self, swept: SweptRun, file: Path) -> SweepRun:
+        """Return a run of the sweep, after reading its configuration. Raises BadInput if it cannot be trained on this host."""
         folder = self.folder / swept.name
         overrides = swept.overrides(self.spec)
         try:
@@ -111,7 +122,7 @@ class Sweep:
         return SweepRun(swept, spec, folder, overrides)
 
     def _take_up(self, run: SweepRun) -> None:
-        """The outcome of a run that an earlier start of the sweep has begun."""
+        """Set the outcome of a run that an earlier start of the sweep has begun."""
         continues(with_vocabulary(run.spec), run.folder)
         figures = RunFigureReader(run.folder).read()
         state = run_state(run.folder, figures)
@@ -123,10 +134,11 @@ class Sweep:
             run.outcome = "finished"
 
     def train(self, note: Callable[[str], None], changed: Callable[[], object]) -> int:
-        """Train the runs that have not ended; returns the exit code.
+        """Train the runs that have not ended, and return the exit code.
 
-        `note` receives a sentence for each start and end; `changed` is called when a run has ended. Ctrl-C and SIGTERM end the
-        runs with checkpoints, a second Ctrl-C at once. A run that fails does not end the others.
+        `note` receives a sentence for each start and end of a run. `changed` is called when a run has ended. Ctrl-C or
+        SIGTERM lets the runs save checkpoints and end; a second Ctrl-C kills them. A run that fails does not affect the
+        others.
         """
         waiting = [run for run in self.runs if run.outcome in ("not started", "stopped")]
         ended = len(self.runs) - len(waiting)
@@ -153,14 +165,16 @@ class Sweep:
         return next((run.exit_code or 1 for run in self.runs if run.outcome == "failed"), EXIT_DONE)
 
     def _free(self, run: SweepRun, going: Sequence[SweepRun]) -> list[str] | None:
-        """Devices for a run that no other one uses; None if it has to wait."""
+        """Return devices for a run that no other run uses; None if the run has to wait."""
         most = len(self.runs) if self.spec.parallel == "auto" else self.spec.parallel
         used = {device for other in going for device in other.devices}
         free = [device for device in self._pool if device not in used]
-        needed = min(run.spec.cluster.gpus_per_node, len(self._pool))  # more CPU ranks than cores may share these
+        # CPU ranks may be more than the cores, and share them.
+        needed = min(run.spec.cluster.gpus_per_node, len(self._pool))
         return free[:needed] if len(going) < most and len(free) >= needed else None
 
     def _start(self, run: SweepRun, devices: list[str]) -> None:
+        """Start the process that trains a run on `devices`. Its output goes into the run's log."""
         environment = dict(os.environ)
         if not run.spec.cluster.is_cpu:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -168,7 +182,7 @@ class Sweep:
             environment.setdefault("OMP_NUM_THREADS", "1")
         command = [*TRAIN, str(self._base), *run.overrides, f"name={run.name}"]
         with run.log.open("ab") as log:
-            # A session of its own: Ctrl-C reaches this process alone, which passes it on.
+            # In a session of its own, so that Ctrl-C reaches only this process, which then tells the runs.
             run.process = subprocess.Popen(
                 [*command, "--runs", str(self.folder)],
                 env=environment,
@@ -181,6 +195,7 @@ class Sweep:
         run.reader = RunFigureReader(run.folder)
 
     def _has_ended(self, run: SweepRun) -> bool:
+        """Whether the process of a run has ended. If so, the outcome of the run is set."""
         assert run.process is not None, "it was started"
         code = run.process.poll()
         if code is None:
@@ -199,7 +214,7 @@ class Sweep:
         return True
 
     def _compare(self, run: SweepRun, rule: EarlyStop) -> None:
-        """Ask a run to stop if its loss is above the median of the others at a step of the rule."""
+        """Stop a run whose loss, at a step of the rule, is above the median loss of the other runs at that step."""
         assert run.reader is not None and run.process is not None, "it was started"
         step = run.reader.read().step
         for place in rule.steps:
@@ -220,7 +235,7 @@ class Sweep:
 
 
 def loss_at(folder: Path, step: int) -> float | None:
-    """The mean training loss of the ten steps up to `step`; None for a run that has not reached it."""
+    """Return the mean training loss of the ten steps up to `step`; None if the run has not reached that step."""
     file = folder / "metrics.jsonl"
     records = scan_metrics(file)[0] if file.exists() else []
     steps = [record for record in records if record.get("kind", "step") == "step"]
@@ -230,7 +245,7 @@ def loss_at(folder: Path, step: int) -> float | None:
 
 
 def _devices() -> list[str]:
-    """The GPUs of this host as CUDA_VISIBLE_DEVICES names them or, without any, its cores."""
+    """Return the names of this host's GPUs for CUDA_VISIBLE_DEVICES, or numbers for its cores if it has no GPUs."""
     if count := visible_gpus():
         named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         return named or [str(number) for number in range(count)]
@@ -248,7 +263,7 @@ def _end_line(run: SweepRun) -> str:
 
 
 def _read_record(folder: Path) -> Mapping[str, str]:
-    """The runs that were stopped early, with the reason."""
+    """Return the reasons of the runs that were stopped early, by name. Raises BadInput if the record is damaged."""
     try:
         values: Any = json.loads((folder / RECORD).read_text(encoding="utf-8"))["stopped_early"]
     except FileNotFoundError:
@@ -266,9 +281,12 @@ def _write_record(folder: Path, stopped: Mapping[str, str]) -> None:
 
 @contextmanager
 def _stop_signals(going: Sequence[SweepRun]) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM of a block to the runs as SIGTERM, and a second SIGINT so that they end at once; yields the signals.
+    """Handle SIGINT and SIGTERM during a `with` block: pass them on to the runs in `going`.
 
-    An exception ends the runs too, with checkpoints.
+    Yields the signals received so far.
+
+    The runs get SIGTERM, so that they save checkpoints; after a second SIGINT they are killed. If the block raises an
+    exception, the runs get SIGTERM, and their end is awaited.
     """
     received: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Files about texts in a run's folder: tokenizer, chat template, special tokens, and the record of the text format."""
+"""Files about text in a run's folder: tokenizer, chat template, special tokens, and the record of the text format."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from meshwright.spec.folder_files import TOKENIZER_BYTES, read_folder_file
 from meshwright.spec.run import RunSpec
 
 TEMPLATES = (TEMPLATE, TOOL_TEMPLATE, PROCESSOR_TEMPLATE)
+"""Names of files with chat templates."""
 
 
 def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextFormat | None:
-    """Write the files about the texts of a run into its folder, and return their format; None if the corpus has no tokenizer.
+    """Write the files about text into a run's folder, and return the text format; None if the corpus has no tokenizer.
 
-    The corpus says what begins and ends a text. The folder of the initial weights adds further tokens that end a generated text, its
-    special tokens and its sampling values. The chat template is that of the corpus if it has chats, else that of the weights.
+    The corpus determines which tokens begin and end a text. The folder of the initial weights adds further end tokens,
+    its special tokens and its sampling values. The chat template comes from the corpus if the corpus has chats, else
+    from the weights.
     """
     corpus = source.tokenizer_file
     text = source.text_format
@@ -30,7 +32,7 @@ def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextForm
         return None
     write_durable(folder / TOKENIZER, read_folder_file(corpus, TOKENIZER_BYTES))
     initial = initial_folder(run.model.init)
-    # `copy_chat_files` leaves files that are there: the first folder that has one gives it.
+    # `copy_chat_files` does not replace files, so a file comes from the first folder that has it.
     if source.has_chats:
         copy_chat_files(corpus.parent, folder)
     if initial is not None and (file := tokenizer_file(initial)) is not None:
@@ -42,7 +44,7 @@ def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextForm
 
 
 def initial_folder(init: str) -> Path | None:
-    """The folder of the initial weights, of a run its newest checkpoint; None for weights from scratch."""
+    """Return the folder of the initial weights; for a run, its newest checkpoint. None if the model starts from scratch."""
     source, _, folder = init.partition(":")
     if not folder:
         return None
@@ -50,9 +52,9 @@ def initial_folder(init: str) -> Path | None:
 
 
 def keep_towers_of(init: str, folder: Path) -> None:
-    """Keep in a run's folder what the folder of its initial weights has beside a text model, so that exports have it again.
+    """Copy the parts of the initial model other than its text model, such as vision towers, into the run's folder.
 
-    Raises OutOfResources if the disk is too full.
+    Exports of the run contain these parts again. Raises OutOfResources if the disk is full.
     """
     source, _, initial = init.partition(":")
     if (folder / TOWERS).exists() or not initial:
@@ -70,10 +72,12 @@ def keep_towers_of(init: str, folder: Path) -> None:
 
 
 def _continued(text: TextFormat, initial: TextFormat, corpus: Path, weights: Path) -> TextFormat:
-    """The format of a corpus for a model that goes on from weights with the format `initial`.
+    """Return the text format of a run that trains weights further: the corpus's format with additions of the weights'
+    format.
 
-    Stops and the pad token of the weights are added; their notes and the difference between both formats become notes. With another
-    tokenizer, which the check of the data reports, nothing of them applies.
+    `text` is the format of `corpus`, `initial` that of the folder `weights`. The weights add their end tokens and pad
+    token. Their notes, and the difference between both formats, become notes. If the tokenizers differ, nothing is
+    added; the check of the data reports that difference.
     """
     if text.tokenizer != initial.tokenizer:
         return text

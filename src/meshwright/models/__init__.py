@@ -1,1 +1,1 @@
-"""Models as single-device PyTorch. Layer 1: imports `spec` and `kernels`."""
+"""Models as PyTorch modules for a single device. Layer 1: imports `spec` and `kernels` only."""

@@ -1,4 +1,4 @@
-"""Charts of attainment and goodput of predicted and measured requests; their legends have no values."""
+"""Charts of how many requests meet their latency limits (attainment), predicted and measured. Their legends show no values."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from meshwright.observe.curves import ticks
 from meshwright.observe.svg import Axis, Chart, Series, draw
 
 COLOURS = ("c-loss", "c-validation")
+"""Colours of the first and second curve: CSS variables of the pages' style."""
 
 
 class AttainmentCurve(NamedTuple):
-    """The share of requests that meet both limits, by rate."""
+    """Attainment, the share of requests that meet both latency limits, at several request rates."""
 
     label: str
     points: Sequence[tuple[float, float]]
-    """(requests per second and device, attainment), ascending."""
+    """(requests per second and device, attainment from 0 to 1), with ascending rates."""
     shape: Literal["points", "rings"] = "points"
-    """Rings surround equal points of a later curve."""
+    """How points are drawn. Rings stay visible around points of a later curve at the same place."""
 
 
 def attainment_chart(curves: Sequence[AttainmentCurve], goal: float) -> str:
-    """The chart of several curves with the attainment asked for; empty without points."""
+    """Return the chart of at most two curves as HTML, with a line at the attainment `goal`; empty without points."""
     rates = [rate for curve in curves for rate, _ in curve.points]
     if not rates:
         return ""
-    high = 1.15 * max(rates)  # the label of the goal is at the right end
+    high = 1.15 * max(rates)  # leaves room at the right for the label of the goal
     axis = Axis("rate", "requests/s a device", 0.0, high, tuple((value, f"{value:g}") for value in ticks(0.0, high, 5)))
     tables = {curve.label: {"rate": [rate for rate, _ in curve.points]} for curve in curves}
     series = [
@@ -45,7 +46,10 @@ def attainment_chart(curves: Sequence[AttainmentCurve], goal: float) -> str:
 
 
 def limits_chart(points: Sequence[tuple[float, float]], goal: float) -> str:
-    """The chart of attainment at one rate over a factor of both limits; empty without points."""
+    """Return the chart of attainment if both latency limits are multiplied by a factor; empty without points.
+
+    `points` are (factor, attainment) at one request rate. `goal` is the attainment asked for.
+    """
     if not points:
         return ""
     factors = [factor for factor, _ in points]
@@ -60,7 +64,11 @@ def limits_chart(points: Sequence[tuple[float, float]], goal: float) -> str:
 
 
 def division_chart(points: Sequence[tuple[float, float]]) -> str:
-    """The chart of goodput over the share of devices that compute prompts only, 0 for colocated ones; empty without points."""
+    """Return the chart of goodput by how the devices are divided; empty without points.
+
+    `points` are (share of devices that compute only prompts, goodput in requests/s per device). A share of 0 means that
+    every device computes both prompts and new tokens.
+    """
     if not points:
         return ""
     axis = Axis("share", "prefill devices", -0.02, 1.0, tuple((v / 4, f"{25 * v}%") for v in range(5)))

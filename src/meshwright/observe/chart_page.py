@@ -1,8 +1,8 @@
-"""A self-contained page with charts: its document, content policy and script, the selector of the x axis, the numbers.
+"""A self-contained HTML page with charts: the document, its content policy and script, and the choice of the x axis.
 
-Everything is inlined; the page's content policy forbids loading, and scripts other than its own, so text of a run
-(data, samples, names) cannot execute. The charts are complete without the script, which shows the values under the
-cursor and offers other x axes.
+Everything is inside the page. Its content policy forbids loading anything and running other scripts, so that text of a
+run (data, samples, names) cannot execute. The charts are complete without the script, which shows the values under the
+cursor and lets the reader choose the x axis.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.observe.svg import numbers
 
 
 def chart_document(title: str, parts: Iterable[str], charts: Sheet) -> str:
-    """The HTML of a page with these parts, among them drawings of `charts`."""
+    """Return the HTML of a page. `parts` is its content, which includes the drawings of `charts`."""
     script = template("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -49,7 +49,7 @@ def chart_document(title: str, parts: Iterable[str], charts: Sheet) -> str:
 
 
 def charts_head(charts: Sheet, title: str = "Training") -> str:
-    """The heading of the charts with the selector of the x axis, which the script shows."""
+    """Return the heading of the charts. It has a choice of the x axis, which stays hidden until the script shows it."""
     first = charts.axes[0].key
     choices = "".join(
         f'<label><input type="radio" name="x" value="{axis.key}"{" checked" if axis.key == first else ""}>{axis.label}</label>'
@@ -60,7 +60,7 @@ def charts_head(charts: Sheet, title: str = "Training") -> str:
 
 
 def figures_json(charts: Sheet) -> str:
-    """The numbers of the charts as JSON, escaped so that it cannot close its script element."""
+    """Return the numbers of the charts as JSON. `<` is escaped, so that no text can close the script element around it."""
     data = {
         "axes": {
             axis.key: {
@@ -80,5 +80,5 @@ def figures_json(charts: Sheet) -> str:
 
 
 def template(name: str) -> str:
-    """A file of the pages' style and script."""
+    """Return a file of the pages' template: style or script."""
     return (files("meshwright.observe") / "template" / name).read_text(encoding="utf-8").strip()

@@ -1,4 +1,4 @@
-"""The last lines of a run: the path of its report and the next command."""
+"""The last lines that a run prints: the path of its report, and the next command."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from meshwright.spec.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 
 def closing_lines(folder: Path, code: int) -> list[str]:
-    """Lines about the run in `folder`, which ended with exit code `code`.
+    """Return lines about the run in `folder`, which has ended with exit code `code`.
 
-    After a finished run the next commands sample and evaluate it; after a stopped run the command continues it. After a
-    failed run the lines name its logs, as the error message has said what to change. The last line completes the report:
-    the ranks end without the analysis of their spans, which takes seconds.
+    After a finished run, the next commands sample from it and evaluate it. After a stopped run, the command continues
+    it. After a failed run, the line names its logs; the error message has already said what to change.
+
+    The last line has the command that completes the report: the analysis of spans takes seconds, so ranks leave it out.
     """
     report = folder / "report.html"
     quoted_folder = shlex.quote(str(folder))
@@ -33,13 +34,13 @@ def closing_lines(folder: Path, code: int) -> list[str]:
 
 
 def command_to_continue(folder: Path) -> str:
-    """The command that continues the run in `folder`, whichever command started it."""
+    """Return the command that continues the run in `folder`, whichever command has started it."""
     runs = [] if folder.parent == Path("runs") else ["--runs", str(folder.parent)]
     return shlex.join(["meshwright", "train", str(folder / "config.yaml"), *runs])
 
 
 def _next_commands(folder: Path, quoted_folder: str) -> list[str]:
-    """Commands for the files of a finished run."""
+    """Return commands that use the files of a finished run."""
     if not _has_checkpoint(folder):
         return []
     commands = [_command_to_use(folder, quoted_folder)] if (folder / "tokenizer.json").exists() else []

@@ -1,4 +1,4 @@
-"""Several runs beside one another: the keys that differ, a table of figures, and charts with a curve for each run."""
+"""Compares several runs: the keys that differ, a table of figures, and charts with one curve for each run."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ from meshwright.spec.plan_name import plan_name
 from meshwright.spec.run import ModelSection
 
 MOST_CURVES = 8
-"""Runs whose curves are drawn: as many as there are colours to tell apart."""
+"""Most runs whose curves are drawn: the number of colours that a reader can tell apart."""
 NOISY = (
     ("loss", "Training loss", "nat per token, smoothed", "loss"),
     ("tokens_per_second", "Throughput", "tokens per second, all ranks, smoothed", "short"),
     ("grad_norm", "Gradient norm", "before clipping, smoothed", "short"),
 )
+"""(key of a step line, title, unit, format) of the charts whose curves are smoothed."""
 LONG_VALUE = 60
-"""Characters of a key's value that are shown."""
+"""Most characters of a key's value that are shown."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run with its name in the comparison, its state, and its figures; None where they are not known."""
+    """A run with its name in the comparison, its state, and its figures by the keys of `_FIGURES`; None if unknown."""
 
     name: str
     folder: RunFolder
@@ -58,12 +59,15 @@ class ComparedRun:
 
     @classmethod
     def of(cls, name: str, folder: RunFolder, state: str) -> ComparedRun:
-        """The run with the figures of its steps and validations."""
+        """Return the run, with its figures computed from its steps and validations."""
         return cls(name, folder, state, _figures(folder))
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """A name for each folder: its own or, where two are equal, with as many of the folders above as tell them apart."""
+    """Return a name for each folder: its last path component, or as many components for all as make the names differ.
+
+    Example: runs/a/base and runs/b/base are named a/base and b/base.
+    """
     parts = [folder.resolve().parts for folder in folders]
     count = 1
     while len({part[-count:] for part in parts}) < len(set(parts)):
@@ -72,7 +76,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def differing_keys(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """(key, its value in each run) for the keys of the configurations that are not equal in all runs, in their order."""
+    """Return (key, [value in each run]) for the configuration keys whose values differ between runs, in their order."""
     flat = [dict(_flat(run.folder.config, "")) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values if key != "name")
     rows = [(key, [_text(values.get(key)) for values in flat]) for key in keys]
@@ -80,7 +84,7 @@ def differing_keys(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
 
 
 def table_rows(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """(label, its text for each run): the figures that at least one run has."""
+    """Return (label, [text for each run]) for the state, each figure that at least one run has, benchmarks and plans."""
     plans = [run.folder.plan for run in runs]
     rows: list[tuple[str, list[str]]] = [("state", [run.state for run in runs])]
     for key, label, text in _FIGURES:
@@ -96,7 +100,11 @@ def table_rows(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
 
 
 def comparison_page(title: str, runs: Sequence[ComparedRun], *, above: Sequence[str] = (), note: str = "") -> str:
-    """The HTML of the page. `above` are parts before the table; the curves are those of the first `MOST_CURVES` runs."""
+    """Return the HTML of the page.
+
+    `above` are HTML parts before the table. `note` is the line below the title. Curves are drawn for the first
+    `MOST_CURVES` runs.
+    """
     drawn = runs[:MOST_CURVES]
     charts = comparison_sheet(drawn)
     if len(runs) > len(drawn):
@@ -120,7 +128,7 @@ def comparison_page(title: str, runs: Sequence[ComparedRun], *, above: Sequence[
 
 
 def beside(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A table with a column for each run, under the colour of its curve; empty without rows."""
+    """Return a table with one column for each run, headed by its name and the colour of its curve; empty without rows."""
     if not rows:
         return ""
     heads = "".join(f"<th>{_dot(index)}{escape(name)}</th>" for index, name in enumerate(names))
@@ -133,12 +141,12 @@ def beside(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
 
 
 def _dot(index: int) -> str:
-    """The colour of a run's curve; empty if none is drawn."""
+    """Return a dot in the colour of a run's curve; empty if the run has no curve."""
     return f'<span class="k{index} dot"></span>' if index < MOST_CURVES else ""
 
 
 def ranking_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with a row for each run, the best first, beside the colour of its curve."""
+    """Return a table with one row for each run, with the colour of its curve. The caller sorts the rows, the best first."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     lines = "".join(
         f"<tr><th>{_dot(index)}{escape(row[0])}</th>{''.join(f'<td>{escape(text)}</td>' for text in row[1:])}</tr>"
@@ -149,7 +157,7 @@ def ranking_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def comparison_sheet(runs: Sequence[ComparedRun]) -> Sheet:
-    """The charts with a curve for each run, over steps, tokens, training time and training FLOPs."""
+    """Return the charts with one curve for each run. Their x axis can be steps, tokens, training time or training FLOPs."""
     positions = {index: _positions(run.folder) for index, run in enumerate(runs) if run.folder.steps}
     if not positions:
         return Sheet((), {}, ())
@@ -164,6 +172,7 @@ def comparison_sheet(runs: Sequence[ComparedRun]) -> Sheet:
         *(_step_chart(runs, indices, *chart) for chart in NOISY),
         _step_chart(runs, indices, "lr", "Learning rate", "", "scientific", smooth=False),
     ]
+    # The charts of the validation loss come after the chart of the training loss.
     charts[1:1] = _validation_charts(runs)
     charts += [
         _step_chart(runs, indices, key, title, f"{unit}, smoothed", form)
@@ -198,6 +207,10 @@ def _step_chart(
     *,
     smooth: bool = True,
 ) -> Chart | None:
+    """Return a chart of one figure of the steps, with one curve for each run; None if no run has the figure.
+
+    `indices` are the steps that are drawn, by the number of the run.
+    """
     series = [
         Series(
             runs[index].name, f"k{index}", f"steps{index}", trend(values, rows) if smooth else selected(values, rows)
@@ -210,7 +223,7 @@ def _step_chart(
 
 
 def _validation_charts(runs: Sequence[ComparedRun]) -> list[Chart | None]:
-    """The chart of the validation loss, and one for each source of a mixture."""
+    """Return the chart of the validation loss, and one chart for each source of a mixture."""
     by_source = [
         record["by_source"]
         for run in runs
@@ -233,7 +246,7 @@ def _validation_charts(runs: Sequence[ComparedRun]) -> list[Chart | None]:
 
 
 def _accuracy_charts(runs: Sequence[ComparedRun]) -> list[Chart | None]:
-    """The accuracy of held-out answers of each source, where there are several."""
+    """Return a chart of the held-out accuracy for each source, if there are several sources."""
     sources = dict.fromkeys(name for run in runs for name in preference_sources(run.folder.validations))
     return [
         _validation_chart(
@@ -254,6 +267,7 @@ def _validation_chart(
     values_of: Callable[[Sequence[Any]], list[float | None]],
     unit_and_form: tuple[str, Format] = ("nat per token", "loss"),
 ) -> Chart | None:
+    """Return a chart of one figure of the validations, with one curve for each run; None if no run has the figure."""
     series = [
         Series(run.name, f"k{index}", f"validation{index}", values, "line" if len(values) > 1 else "points")
         for index, run in enumerate(runs)
@@ -267,13 +281,14 @@ def _validations(run: ComparedRun) -> Sequence[Mapping[str, Any]]:
 
 
 def _positions(run: RunFolder) -> Table:
-    """The positions of a run's steps on every x axis, with its training FLOPs; these are 0 where the model is not known."""
+    """Return the position of each step of a run on every x axis. FLOPs are 0 if the model is unknown."""
     positions = positions_of(run.steps)
     flops = _flops_per_token(run) or 0.0
     return {**positions, "flops": [flops * tokens for tokens in positions["tokens"]]}
 
 
 def _flops_per_token(run: RunFolder) -> float | None:
+    """Return the training FLOPs for each token, with causal attention; None if the model is unknown."""
     seq_len = run.setting("train", "seq_len")
     try:
         spec = from_plain(ModelSection, run.config["model"])
@@ -283,7 +298,7 @@ def _flops_per_token(run: RunFolder) -> float | None:
 
 
 def _figures(run: RunFolder) -> dict[str, float | None]:
-    """The figures of a run by their keys in `_FIGURES`."""
+    """Return the figures of a run by the keys of `_FIGURES`."""
     validations = [record for record in run.validations if number(record.get("loss")) is not None]
     tokens = max((value for value in column(run.steps, "tokens") if value is not None), default=None)
     flops = _flops_per_token(run)
@@ -325,17 +340,18 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("memory_peak_bytes", "memory, peak of rank 0", number_text.size),
     ("parameters", "parameters", number_text.short),
 )
-"""(key, label, text) of the figures of the table."""
+"""(key, label, function that formats the number) of the figures in the table."""
 
 
 def _benchmarks(run: RunFolder) -> Iterator[tuple[str, str]]:
-    """(task and metric, value) of the newest result of each task."""
+    """Yield ("task, metric", value as text) for the newest result of each benchmark."""
     for result in run.benchmarks:
         for metric, text in metric_texts(result):
             yield f"{result.get('task')}, {metric}", text
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, each with its dotted key."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from _flat(item, f"{key}.{name}" if key else str(name))
@@ -344,7 +360,7 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """A value as a run file has it, cut if it is long."""
+    """Return a value as a run file shows it, shortened if it is long."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     text = "–" if value is None else text
     return text if len(text) <= LONG_VALUE else f"{text[:LONG_VALUE]}…"

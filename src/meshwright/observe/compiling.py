@@ -1,4 +1,4 @@
-"""Work of torch's compiler in this process so far, by its own counters."""
+"""Reads how much torch's compiler has worked in this process, from its own counters."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import sys
 
 
 def compiler_work() -> dict[str, float]:
-    """Graphs compiled (`compiled`) and loaded from the disk cache (`from_cache`), and `seconds` spent on both.
+    """Return the numbers of graphs `compiled` and loaded from the disk cache (`from_cache`), and the `seconds` spent on
+    both.
 
-    A forward and its backward are two graphs. Empty if nothing was compiled.
+    A forward pass and its backward pass are two graphs. Empty if nothing was compiled.
     """
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:

@@ -1,4 +1,4 @@
-"""Arithmetic of charts: smoothing, thinning of long curves, axis ticks and their labels."""
+"""Arithmetic for charts: smoothing, fewer points for long curves, axis ticks and their labels."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from collections.abc import Sequence
 from meshwright.observe import number_text
 
 Values = Sequence[float | None]
+"""The values of a curve; None where it has no number."""
 MOST_REACH = 500
-"""Most values on each side of the centre of the trend's window."""
+"""Largest half-width of the trend's window, in values."""
 _NICE = (1.0, 2.0, 2.5, 5.0, 10.0)
-"""Factors of a power of ten by which ticks are spaced."""
+"""Distances between ticks, as factors of a power of ten."""
 _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
-"""Distances of ticks on a time axis in seconds, from a second to a day."""
+"""Distances between ticks on a time axis, in seconds: from a second to a day."""
 
 
 def trend(values: Values, indices: Sequence[int]) -> list[float | None]:
-    """The curve without noise and spikes, at `indices`: means of the middle half of the neighbouring values.
+    """Return the smoothed curve at `indices`. Each value is the mean of the middle half of the values in a window.
 
-    The window is centred, so the trend does not lag. It reaches 1/20 of the way back to the start (a loss falls fast
-    early and slowly later), at most 1/40 of the curve. None where the window has no number.
+    Leaving out the highest and lowest quarter removes spikes. The window is centred on the index, so the trend does not
+    lag. Its half-width is 1/20 of the index, because a loss falls fast early and slowly later, and at most 1/40 of the
+    curve. Example: on a curve of 1,000 values, the window of index 400 has the values 380 to 420. A value is None if
+    the window has no number.
     """
     means: list[float | None] = []
     for index in indices:
@@ -32,10 +35,10 @@ def trend(values: Values, indices: Sequence[int]) -> list[float | None]:
 
 
 def indices_of_extremes(length: int, curves: Sequence[Values], limit: int) -> list[int]:
-    """Indices, ascending and at most `limit`, that keep each curve's lows and highs, so that spikes stay visible.
+    """Return at most `limit` ascending indices that keep the lows and highs of each curve, so that spikes stay visible.
 
-    The indices are divided into equal buckets; of each bucket every curve keeps its minimum and maximum. The first and
-    last index are kept.
+    Every curve has `length` values. Their indices are divided into equal buckets. In each bucket, every curve keeps its
+    minimum and its maximum. The first and the last index are kept too.
     """
     if length <= limit:
         return list(range(length))
@@ -51,7 +54,7 @@ def indices_of_extremes(length: int, curves: Sequence[Values], limit: int) -> li
 
 
 def bucket_means(values: Values, buckets: int) -> list[float | None]:
-    """Means of equal segments of the curve; None for a segment without a number."""
+    """Return the means of `buckets` equal segments of the curve; None for a segment without a number."""
     length = len(values)
     means = []
     for bucket in range(min(buckets, length)):
@@ -62,21 +65,23 @@ def bucket_means(values: Values, buckets: int) -> list[float | None]:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value (the lower one of two)."""
+    """Return the middle value; the lower of the two middle values if their number is even."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 def value_range(values: Values, *, from_zero: bool, outliers: bool = False) -> tuple[float, float]:
-    """Limits of a y axis: around all values with a margin, or around 98% of them if the others are far higher.
+    """Return (low, high) of a y axis with margins.
 
-    Otherwise a spike or a first step with compilation would flatten the curve; with `outliers` all values are inside.
-    An axis for a single value is centred on it.
+    The axis covers all values, or only the lower 98% if the others are far higher. Otherwise a spike, or a first step
+    that compiles, would flatten the curve. With `outliers` it always covers all values. `from_zero` includes 0. An axis
+    for a single value is centred on it.
     """
     numbers = sorted(value for value in values if value is not None)
     if not numbers:
         return 0.0, 1.0
     low = numbers[0]
     high = numbers[-1]
+    # At most 2% of the values are above `most_high`, and at most 2% are below `floor`.
     most_high = numbers[int(0.98 * (len(numbers) - 1))]
     floor = 0.0 if from_zero else numbers[int(0.02 * len(numbers))]
     if not outliers and len(numbers) >= 20 and high - floor > 3 * (most_high - floor) > 0:
@@ -85,15 +90,16 @@ def value_range(values: Values, *, from_zero: bool, outliers: bool = False) -> t
         low = min(0.0, low)
         high = max(0.0, high)
     margin = 0.06 * (high - low)
+    # All values are equal, or nearly.
     if margin <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(high) / 2 or 0.5
     return (low if from_zero and low == 0.0 else low - margin), high + margin
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """At most about `count` round numbers inside [low, high], spaced by 1, 2, 2.5 or 5 times a power of ten.
+    """Return about `count` round numbers in [low, high]. Their distance is 1, 2, 2.5 or 5 times a power of ten.
 
-    `low` must be less than `high` by more than rounding error.
+    `high` must be greater than `low` by more than rounding errors.
     """
     step = _nice_step((high - low) / count)
     first = math.ceil(low / step - 1e-9)
@@ -102,7 +108,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def time_ticks(high: float, count: int = 6) -> list[float]:
-    """Round seconds, minutes, hours or days inside [0, high]."""
+    """Return about `count` round numbers of seconds, minutes, hours or days in [0, high], in seconds."""
     if high < 5:
         return ticks(0.0, high, count)
     step = next((seconds for seconds in _TIME_STEPS if high / seconds <= count), None) or 86400 * math.ceil(
@@ -112,7 +118,7 @@ def time_ticks(high: float, count: int = 6) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Labels with enough decimals to distinguish the ticks, and with k, M, B or T for large numbers."""
+    """Return labels with enough decimals to tell the ticks apart. Large numbers are shown with k, M, B or T."""
     largest = max(map(abs, values), default=0.0)
     scale, suffix = next(((s, t) for s, t in number_text.SUFFIXES if largest >= s), (1.0, ""))
     if 0 < largest < 1e-2:
@@ -129,14 +135,14 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def time_labels(values: Sequence[float]) -> list[str]:
-    """Labels in one unit for the whole axis: s, min, h or d."""
+    """Return labels in one unit for all ticks: s, min, h or d. `values` are in seconds."""
     largest = max(values, default=0.0)
     unit, name = next(((u, n) for u, n in ((86400, "d"), (3600, "h"), (60, "min")) if largest >= 2 * u), (1, "s"))
     return [f"{value / unit:g} {name}" if value else "0" for value in values]
 
 
 def _power(value: float) -> str:
-    """A small number by its power of ten: 0.00025 → "2.5e-4"."""
+    """Return a small number with its power of ten: 0.00025 becomes "2.5e-4"."""
     mantissa, _, exponent = f"{value:.3e}".partition("e")
     return f"{float(mantissa):g}e{int(exponent)}" if value else "0"
 

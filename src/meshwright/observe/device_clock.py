@@ -1,4 +1,4 @@
-"""Clocks of a device: stamps on the current stream, and their time on the host's clock, without synchronisation."""
+"""Clocks of a device: time stamps on the current stream, and their time on the host's clock, without synchronisation."""
 
 from __future__ import annotations
 
@@ -9,54 +9,60 @@ from typing import Any, Protocol
 import torch
 
 DRIFT = 5e-5
-"""Largest difference in rate between the clocks of host and device that the error bound allows for."""
+"""Largest relative difference between the rates of the host's and the device's clock that the error bound allows for."""
 
 
 class DeviceClock(Protocol):
-    """Makes stamps, and later returns the seconds between two of them."""
+    """Makes time stamps in the order of the device's work, and later measures the time between them."""
 
     blocks_host: bool
-    """Whether the host waits for each operation, as on a CPU."""
+    """Whether the host waits until each operation is done, as on a CPU."""
 
     def stamp(self) -> Any:
-        """A stamp of the current time, without waiting."""
+        """Return a stamp after the work that has been issued so far. The host does not wait."""
 
     def ready(self, stamp: Any) -> bool:
-        """Whether the device has passed the stamp."""
+        """Whether the device has reached the stamp."""
         ...
 
     def wait(self, stamp: Any) -> None:
-        """Block until the device has passed the stamp."""
+        """Block until the device has reached the stamp."""
 
     def seconds(self, first: Any, second: Any) -> float:
-        """Time from one ready stamp to another."""
+        """Return the seconds between two stamps that the device has reached."""
         ...
 
     def recycle(self, stamp: Any) -> None:
-        """Release a stamp that is not needed any more."""
+        """Release a stamp that is no longer needed, so that it can be used again."""
 
     def reference(self) -> ClockReference:
-        """A stamp that the device passes at once, whatever it computes, to find the host time of others."""
+        """Return a stamp that the device reaches at once, however much work it has.
+
+        It relates the device's clock to the host's.
+        """
         ...
 
 
 @dataclass(slots=True)
 class ClockReference:
-    """A stamp, and the earliest and latest Unix time in ns at which the device passed it; None until it was seen."""
+    """A stamp, and the earliest and latest Unix time (ns) at which the device may have reached it.
+
+    `latest_ns` is None until the host has seen that the device reached the stamp.
+    """
 
     stamp: Any
     earliest_ns: int
     latest_ns: int | None = None
 
     def look(self, clock: DeviceClock, host: HostTime) -> bool:
-        """Whether the device has passed the stamp; the first time that it has sets `latest_ns`."""
+        """Whether the device has reached the stamp. The first call that sees this sets `latest_ns`."""
         if self.latest_ns is None and clock.ready(self.stamp):
             self.latest_ns = host.now_ns()
         return self.latest_ns is not None
 
 
 class HostTime:
-    """Unix time that never steps: the monotonic clock plus its distance from the wall clock at the start."""
+    """Unix time that never jumps: the monotonic clock, plus its difference from the wall clock when this was created."""
 
     def __init__(self) -> None:
         self.offset_ns = time.time_ns() - time.perf_counter_ns()
@@ -66,7 +72,11 @@ class HostTime:
 
 
 class DeviceTime:
-    """Unix time of references, with an error bound: each must agree with all earlier ones, up to `DRIFT`."""
+    """Computes the Unix time of references with an error bound.
+
+    A reference has been reached between its `earliest_ns` and `latest_ns`. The device's clock gives its distance from
+    the last reference, and this narrows the interval, with an allowance of `DRIFT`.
+    """
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
@@ -74,15 +84,22 @@ class DeviceTime:
         self._bounds = (0.0, 0.0)
 
     def of(self, reference: ClockReference) -> tuple[int, int]:
-        """(Unix time in ns of a reference that was seen, error bound in ns). Call it once for each, in order."""
+        """Return (Unix time in ns of a reference, error bound in ns).
+
+        Call this once for each reference, in their order.
+
+        `latest_ns` of the reference must be set.
+        """
         assert reference.latest_ns is not None
         low = float(reference.earliest_ns)
         high = float(reference.latest_ns)
         if self._last is not None:
+            # The interval in which the last reference puts this one.
             elapsed = self._clock.seconds(self._last, reference.stamp) * 1e9
             slack = abs(elapsed) * DRIFT
             before = self._bounds[0] + elapsed - slack, self._bounds[1] + elapsed + slack
-            if max(low, before[0]) <= min(high, before[1]):  # else one of the clocks was set
+            if max(low, before[0]) <= min(high, before[1]):
+                # Otherwise one of the clocks was changed, and the past says nothing.
                 low = max(low, before[0])
                 high = min(high, before[1])
             self._clock.recycle(self._last)
@@ -92,7 +109,7 @@ class DeviceTime:
 
 
 class HostClock:
-    """Stamps of time.perf_counter."""
+    """The clock of a CPU: stamps are values of time.perf_counter."""
 
     blocks_host = True
 
@@ -121,7 +138,10 @@ class HostClock:
 
 
 class CudaClock:
-    """CUDA events on the current stream, reused after reading (creating one costs more than recording it)."""
+    """The clock of a CUDA device: stamps are CUDA events on the current stream.
+
+    Events are reused, because creating one costs more than recording it.
+    """
 
     blocks_host = False
 
@@ -148,7 +168,8 @@ class CudaClock:
         self._free.append(stamp)
 
     def reference(self) -> ClockReference:
-        # Nothing else runs on this stream, so the device passes the event while compute is steps behind the host.
+        # This stream has no other work, so the device reaches the event at once, even if its computation is steps
+        # behind the host.
         self._idle = self._idle or torch.cuda.Stream(priority=-1)
         event = self._event()
         before = self._host.now_ns()
@@ -160,5 +181,5 @@ class CudaClock:
 
 
 def clock_of(device: torch.device) -> DeviceClock:
-    """The clock for operations of `device`."""
+    """Return the clock for operations on `device`."""
     return CudaClock() if device.type == "cuda" else HostClock()

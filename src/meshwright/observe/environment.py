@@ -1,4 +1,4 @@
-"""Versions, devices and code commit of a run. No host name, no user name; nothing is sent anywhere."""
+"""Versions, devices and code commit of a run, for its environment.json. They include no host or user name."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshwright.spec.host_limits import usable_cores
 from meshwright.spec.secrets import without_secrets
 
 GIT_SECONDS = 10.0
-"""Longest wait for an answer of git."""
+"""Seconds to wait for an answer of git."""
 
 
 def environment() -> dict[str, Any]:
-    """Software and hardware as JSON-ready values, without those that do not apply."""
+    """Return facts about software and hardware as JSON values. Facts that are unknown or do not apply are left out."""
     facts: dict[str, Any] = {
         "meshwright": meshwright.__version__,
         "commit": _commit(),
@@ -35,7 +35,8 @@ def environment() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
-    import torch  # only here: `meshwright report` reads the file this wrote and starts without torch
+    """Return facts about the GPUs of this process and their software; only the device "cpu" without GPUs."""
+    import torch  # imported here because `meshwright report` uses this package and starts without torch
 
     if not torch.cuda.is_available():
         return {"device": "cpu"}
@@ -66,14 +67,17 @@ def _memory_bytes() -> int | None:
 
 
 def _driver() -> str | None:
-    """Version of NVIDIA's kernel module, from its version file, which is fast to read."""
+    """Return the version of NVIDIA's kernel driver, from a file of the driver that is quick to read; None without it."""
     path = Path("/proc/driver/nvidia/version")
     words = path.read_text(encoding="utf-8").split() if path.is_file() else []
     return next((word for word in words if word[:1].isdigit() and word.count(".") >= 1), None)
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with `+changes` when files differ; None for an installed package, or if git is silent."""
+    """Return the commit of the source checkout, with `+changes` if files differ from it.
+
+    None for an installed package, or if git does not answer.
+    """
     package = Path(meshwright.__file__).resolve().parent
     top = package.parent.parent
     if package.parent.name != "src" or not (top / ".git").exists() or not shutil.which("git"):
@@ -81,7 +85,8 @@ def _commit() -> str | None:
     try:
         commit = _git(top, "rev-parse", "HEAD")
         changed = _git(top, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.TimeoutExpired):  # sources on a busy network file system: the run starts without
+    except (OSError, subprocess.TimeoutExpired):
+        # E.g. sources on a busy network file system: the run starts without the commit.
         return None
     return f"{commit}+changes" if commit and changed else commit
 

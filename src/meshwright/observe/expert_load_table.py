@@ -1,4 +1,4 @@
-"""Loads of experts of the newest recorded steps, relative to the mean of their layer."""
+"""Loads of the experts in the newest recorded steps, relative to the mean of their layer."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ from typing import Any
 from meshwright.observe.runfolder import Record
 
 MOST_STEPS = 10
-"""Newest recorded steps whose loads are added."""
+"""Number of recorded steps, the newest ones, whose loads are added up."""
 
 
 @dataclass(frozen=True)
 class ExpertLoadTable:
-    """`ratio` has for each layer with experts the loads of its experts over their mean."""
+    """Loads of all experts over the newest steps.
+
+    `ratio[layer][expert]` is the expert's load divided by the mean load in its layer; only layers with experts count.
+    `last_step` is the newest step.
+    """
 
     ratio: Sequence[Sequence[float]]
     steps: int
-    """Recorded steps that were added."""
+    """Number of recorded steps that were added up."""
     last_step: int
 
     @property
     def busiest(self) -> tuple[int, int]:
-        """The layer and expert with the largest ratio, from 0."""
+        """Layer and expert with the largest ratio, both counted from 0."""
         layer = max(range(len(self.ratio)), key=lambda layer: max(self.ratio[layer]))
         return layer, max(range(len(self.ratio[layer])), key=lambda expert: self.ratio[layer][expert])
 
 
 def expert_load_table(records: Sequence[Record]) -> ExpertLoadTable | None:
-    """The table of the newest steps of `records`, in their order; None if no step has loads."""
+    """Return the table of the newest steps in `records`, the lines of metrics.jsonl; None if no step has loads."""
     recorded = [record for record in records if is_table(record.get("expert_loads"))][-MOST_STEPS:]
     if not recorded:
         return None
@@ -40,7 +44,7 @@ def expert_load_table(records: Sequence[Record]) -> ExpertLoadTable | None:
 
 
 def is_table(value: Any) -> bool:
-    """Whether this is a list of equally long, not empty lists of numbers; a line of metrics.jsonl may have been edited."""
+    """Whether this is a non-empty list of non-empty lists of numbers, all equally long. Someone may have edited the file."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -50,7 +54,7 @@ def is_table(value: Any) -> bool:
 
 
 def _ratios(layer: Sequence[Sequence[float]]) -> list[float]:
-    """Loads of a layer's experts over their mean, added over steps."""
+    """Return the loads of one layer's experts, added over steps and divided by their mean. `layer` is (steps, experts)."""
     sums = [sum(values) for values in zip(*layer, strict=True)]
     mean = sum(sums) / len(sums)
     return [value / mean if mean else 1.0 for value in sums]

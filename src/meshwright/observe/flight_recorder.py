@@ -1,7 +1,7 @@
 """The collectives that torch's flight recorder has recorded in this process, as JSON.
 
-torch keeps the newest 2,000 collectives of NCCL and of Gloo in memory (`TORCH_FR_BUFFER_SIZE`). Its dumps to files are
-pickles, which no process reads here. So the rank itself asks for the JSON form, which has no stacks.
+torch keeps the newest 2,000 collectives of NCCL and of Gloo in memory (`TORCH_FR_BUFFER_SIZE`). Its dump files are
+pickles, which this project never reads. Therefore each rank asks torch for the JSON form, which has no stack traces.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
-"""By backend, the function of `torch._C._distributed_c10d`; a build without NCCL lacks the first."""
+"""Function of `torch._C._distributed_c10d` that returns the records, by backend.
+
+A build without NCCL has no "nccl" function.
+"""
 KEPT_OPERATIONS = 200
-"""Finished collectives of a backend that are kept, the newest."""
+"""Number of collectives of each backend, the newest, that are kept even if they have finished."""
 
 
 def recorded_collectives() -> dict[str, Any]:
-    """By backend, the recorder's dump with its unfinished and newest entries; empty before torch is imported.
+    """Return the recorder's records by backend; empty before torch is imported.
 
-    A finished entry that is older is left out. Raises ValueError if torch's answer is not JSON.
+    The entries are the newest `KEPT_OPERATIONS` collectives and all older ones that have not finished. Raises
+    ValueError if torch's answer is not JSON.
     """
     module = sys.modules.get("torch._C._distributed_c10d")
     found: dict[str, Any] = {}
@@ -40,11 +44,11 @@ def _kept(entries: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
 
 
 def is_finished(entry: dict[str, Any], backend: str) -> bool:
-    """Whether a collective has finished. Gloo never sets a state; it retires an entry when its work is done."""
+    """Whether a collective has finished. An entry of Gloo has no state; it is retired when its work is done."""
     return bool(entry["retired"]) if backend == "gloo" else entry["state"] == "completed"
 
 
 def write_collectives(path: Path) -> None:
-    """Write `recorded_collectives` to a memory file of the launcher, as one line."""
+    """Append `recorded_collectives` as one line to a file in memory that the launcher has given this rank."""
     with path.open("ab") as file:
         file.write(json.dumps(recorded_collectives()).encode() + b"\n")

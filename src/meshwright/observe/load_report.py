@@ -1,4 +1,4 @@
-"""The page of a load test: predicted and measured attainment and latencies, and each instance's occupancy over time."""
+"""The page of a load test: attainment and latencies, predicted and measured, and each instance's load over time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from meshwright.observe.page import document, header, listing, table, tile_list
 from meshwright.observe.svg import Axis, Chart, Series, draw
 
 COLOURS = ("c-loss", "c-validation", "c-reduce", "c-optim", "c-checkpoint", "c-backward", "c-event", "c-host")
-"""Colours of instances; they repeat."""
+"""Colours of the instances' curves. With more instances they are used again."""
 PREDICTED = ", predicted"
-"""End of the names of predicted curves, which are dashed: a measured curve of equal values stays visible below."""
+"""End of the names of predicted curves. They are drawn with dashes, so that an equal measured curve stays visible."""
 HEADS = ("requests/s", "requests", "failed", "attainment", "TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90")
+"""Headings of the table."""
 
 
 @dataclass(frozen=True)
 class LatencyFigures:
-    """Attainment and latencies (seconds) of the requests at one rate, predicted or measured."""
+    """Figures of the requests at one rate, predicted or measured.
+
+    `attainment` is the share of requests that meet both latency limits, 0 to 1. The others are the median (p50) and the
+    90th percentile (p90) of the time to first token (TTFT) and the time per output token (TPOT), in seconds.
+    """
 
     attainment: float
     ttft_p50: float
@@ -30,69 +35,70 @@ class LatencyFigures:
 
 @dataclass(frozen=True)
 class RateResult:
-    """Result of a load test at one rate."""
+    """Result of a load test at one rate of requests."""
 
     rate: float
     """Requests per second."""
     requests: int
     failed: int
-    """Requests without a whole answer; they meet no limit."""
+    """Requests without a complete answer. They count as missing both limits."""
     measured: LatencyFigures
     predicted: LatencyFigures | None
 
 
 @dataclass(frozen=True)
 class InstanceTimeline:
-    """Gauges of one instance over a load test."""
+    """Gauges of one instance during a load test, at the times `seconds` since its start."""
 
     name: str
-    """Role and number."""
+    """Role and number, for example "decode 0"."""
     seconds: Sequence[float]
     running: Sequence[float]
-    """Requests in its batch."""
+    """Number of requests in the instance's batch."""
     cache: Sequence[float]
-    """Share of its cache that requests hold."""
+    """Share of the instance's KV cache that requests hold, 0 to 1."""
     role: str = "both"
     predicted_running: Sequence[float] = ()
-    """The simulated requests in its batch at the same times; empty without a prediction."""
+    """Number of requests in the simulated batch at the same times; empty without a prediction."""
+    # The same for `predicted_cache`.
     predicted_cache: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """A load test of a deployment."""
+    """A load test of a deployment on `devices` devices, and its results."""
 
     model: str
-    """Preset or family, and number of parameters."""
+    """Preset or family of the model, and its number of parameters."""
     weights: str
     """Path of the folder with the weights."""
     deployment: str
     devices: int
     goal: float
-    """Attainment asked for."""
+    """Attainment that was asked for, 0 to 1."""
     limits: str
-    """The limits in words."""
+    """The latency limits in words."""
     rates: Sequence[RateResult]
-    """Results of the rates, by rate, ascending."""
+    """Results by rate, in ascending order."""
     starts: Sequence[float]
-    """Seconds at which each rate began."""
+    """Seconds from the start of the test at which each rate began."""
     timelines: Sequence[InstanceTimeline]
     why: Sequence[str] = ()
-    """The planner's reasons."""
+    """The planner's reasons for the deployment."""
     missing: Sequence[float] = ()
-    """Rates without a result."""
+    """Rates that have no result."""
     why_missing: str = ""
-    """Why the test ended before these; without meaning if none is missing."""
+    """Why the test ended before the missing rates; meaningless if none is missing."""
 
     @property
     def missing_line(self) -> str:
-        """Name the rates without a result and the reason; empty if all have one."""
+        """A line with the missing rates and the reason; empty if no rate is missing."""
         listed = ", ".join(f"{number_text.rate(rate)}/s" for rate in self.missing)
         return f"without a result: {listed} ({self.why_missing})" if listed else ""
 
 
 def page(report: LoadReport) -> str:
-    """The HTML of the page."""
+    """Return the HTML of the page."""
     met = max((r.rate for r in report.rates if r.measured.attainment >= report.goal), default=0.0)
     pairs = [(r.measured.attainment, r.predicted.attainment) for r in report.rates if r.predicted is not None]
     error = max((abs(measured - predicted) for measured, predicted in pairs), default=None)
@@ -125,10 +131,12 @@ def page(report: LoadReport) -> str:
 def _curves(report: LoadReport) -> list[AttainmentCurve]:
     predicted = [(r.rate / report.devices, r.predicted.attainment) for r in report.rates if r.predicted is not None]
     measured = [(r.rate / report.devices, r.measured.attainment) for r in report.rates]
+    # Without a prediction, only the measured curve is drawn.
     return [AttainmentCurve("predicted", predicted, "rings"), AttainmentCurve("measured", measured)][not predicted :]
 
 
 def _lines(result: RateResult) -> list[tuple[str, ...]]:
+    """Return the table lines of one rate: measured and, if known, predicted."""
     lines: list[tuple[str, ...]] = [
         (
             "measured",
@@ -149,7 +157,7 @@ def _figures(figures: LatencyFigures) -> tuple[str, ...]:
 
 
 def _role_timeline(report: LoadReport, gauge: str, title: str) -> str:
-    """The mean of a gauge over the instances of each role, measured and predicted."""
+    """Return a chart of the mean of a gauge over the instances of each role, measured and predicted."""
     curves: dict[str, tuple[list[float], list[float]]] = {}
     for role in dict.fromkeys(timeline.role for timeline in report.timelines):
         alike = [timeline for timeline in report.timelines if timeline.role == role]
@@ -162,7 +170,7 @@ def _role_timeline(report: LoadReport, gauge: str, title: str) -> str:
 
 
 def _timeline(report: LoadReport, gauge: str, title: str) -> str:
-    """A curve of a gauge for each instance."""
+    """Return a chart with one curve of a gauge for each instance."""
     curves = {t.name: (list(t.seconds), list(getattr(t, gauge))) for t in report.timelines}
     return _chart(report, gauge, gauge, title, curves)
 
@@ -170,7 +178,10 @@ def _timeline(report: LoadReport, gauge: str, title: str) -> str:
 def _chart(
     report: LoadReport, gauge: str, key: str, title: str, curves: Mapping[str, tuple[list[float], list[float]]]
 ) -> str:
-    """Curves over the whole test; ticks are where the rates begin. Empty with less than two times."""
+    """Return a chart over the whole test, with ticks where the rates begin. Empty if there are fewer than two times.
+
+    `curves` maps a name to (seconds, values).
+    """
     times = {second for seconds, _ in curves.values() for second in seconds}
     if len(times) < 2:
         return ""

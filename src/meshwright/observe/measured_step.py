@@ -1,4 +1,4 @@
-"""Blocks of a measured pipeline step, from the recorded spans of its ranks, for the picture beside the prediction."""
+"""Blocks of one measured pipeline step, from the recorded spans of its ranks. The picture is shown next to the prediction."""
 
 from __future__ import annotations
 
@@ -12,33 +12,39 @@ from meshwright.events.span_ring import RankSpans
 from meshwright.observe.timeline_svg import TimelineBlock
 
 COMPUTE_COLOURS = {"forward": "k0", "backward": "k4", "weight_gradient": "k1", "gradient_norm": "k6", "optimizer": "k6"}
+"""Colour class of each phase of computation."""
 WAIT_COLOURS = {"collective_wait": "k3", "receive": "k7"}
-"""Colour class of each phase: of operations, and of waits for communication."""
+"""Colour class of each phase in which a rank waits for communication."""
 LAST_STEPS = 100
-"""Newest common steps among which the typical one is chosen."""
+"""Number of steps, the newest that all ranks have, among which the typical step is chosen."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step of the pipeline ranks of one column, in seconds from their first operation. `seconds` is the step's time."""
+    """A step of one pipeline: the ranks whose coordinates on all other axes are equal.
+
+    `seconds` is the duration of the step. Times of `blocks` are seconds from the first operation.
+    """
 
     step: int
     ranks: tuple[int, ...]
-    """Global rank of each stage."""
+    """Global rank of each pipeline stage."""
     seconds: float
     blocks: tuple[TimelineBlock, ...]
 
 
 def typical_step(ranks: Sequence[RankSpans]) -> MeasuredStep | None:
-    """The step of median length among the newest that all pipeline ranks of the first column recorded; None without one.
+    """Return the step of median duration among the newest steps that all ranks of the first pipeline have recorded.
 
-    `ranks` are on one clock. The column has the ranks whose coordinates on all other axes are 0.
+    `ranks` are recordings whose times are on one clock. The first pipeline has the ranks whose coordinates on all other
+    axes are 0. None if there is no such step.
     """
     column = sorted(
         (rank for rank in ranks if not any(i for axis, i in rank.header["coordinates"].items() if axis != "pipeline")),
         key=_stage,
     )
     steps = [dict(zip(*_lengths(rank), strict=True)) for rank in column]
+    # The first common step is left out, because a first step is usually slower.
     common = sorted(set.intersection(*map(set, steps)))[1:][-LAST_STEPS:] if steps else []
     if not common or [_stage(rank) for rank in column] != list(range(len(column))):
         return None
@@ -60,13 +66,13 @@ def _stage(rank: RankSpans) -> int:
 
 
 def _lengths(rank: RankSpans) -> tuple[list[int], list[int]]:
-    """The steps of a rank and their ns; of a step that ran twice, the last."""
+    """Return the steps of a rank and their durations in ns. If a step ran twice, the last one wins in `typical_step`."""
     steps = rank.of_phase("step")
     return steps["step"].tolist(), steps["duration_ns"].tolist()
 
 
 def _of_step(rank: RankSpans, step: int) -> np.ndarray:
-    """The records inside the last run of `step`."""
+    """Return the spans that began during the last run of `step`."""
     whole = rank.of_phase("step")
     whole = whole[whole["step"] == step][-1]
     records = rank.records[rank.records["step"] == step]
@@ -76,7 +82,7 @@ def _of_step(rank: RankSpans, step: int) -> np.ndarray:
 
 
 def _blocks(stage: int, records: np.ndarray, origin: int) -> list[TimelineBlock]:
-    """The operations and waits after `origin`."""
+    """Return the blocks of operations and waits that end after the time `origin` (ns)."""
     blocks = []
     for record in records:
         phase = SPAN_PHASES[record["phase"]]

@@ -1,7 +1,8 @@
-"""Recorded steps as timelines of the simulator's type: the same actions, lanes and totals, with measured times.
+"""Turns recorded steps into timelines of the simulator's type, with the same actions, lanes and totals but measured
+times.
 
-The recording of a rank is matched with its actions of the schedule, which detects actions that did not run or ran out
-of order.
+The recording of each rank is compared with its actions in the schedule. An action that did not run, or ran out of
+order, is an error.
 """
 
 from __future__ import annotations
@@ -17,17 +18,26 @@ from meshwright.schedules.schedule import Schedule
 from meshwright.simulator.timeline import AXES, Record, Timeline
 
 Interval = tuple[float, float]
+"""(start, end) in seconds."""
 SHARD_LANES = ("unshard", "reduce")
+"""Names of the lanes for collectives over the shard axis: gathers of weights, and reductions of gradients."""
 COLLECTIVES = (*SHARD_LANES, "replicate")
+"""Names of the lanes for collectives."""
 
 
 def measured_timeline(schedule: Schedule, ranks: Sequence[StepSpans]) -> tuple[Timeline, float]:
-    """(timeline of one step of all pipeline ranks, time of its first action), from detailed recordings on one clock.
+    """Return (timeline of one step of all pipeline ranks, time of its first action in seconds).
 
-    The timeline's seconds count from the first action; its `step_seconds` run from the step's begin to its end, data
-    and token count included. A message runs from when both ends had posted it and the channel was free, as in a
-    simulated step. Exposed time is idle compute time before an action that waits for a transfer, while the transfer's
-    lane moves bytes. Raises ValueError if the ranks did not follow the schedule.
+    `ranks` has the detailed recording of each pipeline rank, with times on one clock. In the timeline:
+
+    - Times count from the first action. `step_seconds` is the duration of the whole step, including data and token
+      count.
+    - A message is in transfer from the time at which both ranks have issued it and the channel is free, as in a
+      simulated step.
+    - Exposed time is the time in which a rank computes nothing before an action that waits for a transfer, while bytes
+      of that transfer are moving.
+
+    Raises ValueError if the ranks did not follow the schedule.
     """
     if len(ranks) != schedule.ranks:
         raise ValueError(f"{len(ranks)} recorded ranks for a schedule of {schedule.ranks}")
@@ -73,9 +83,9 @@ def _end(span: Span) -> float:
 
 
 def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> list[Record]:
-    """A record of each action, with the start and end of its span.
+    """Return a record of each computing action, with the start and end of its span.
 
-    Neighbouring spans of one name, such as a backward and its gradient accumulation, are joined.
+    Neighbouring spans of the same name, such as a backward pass and its gradient accumulation, are joined first.
     """
     joined: list[tuple[str, float, float]] = []
     for span in spans:
@@ -92,7 +102,11 @@ def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> lis
 
 
 def _collectives(rank: int, actions: Sequence[Action], step: StepSpans) -> list[Record]:
-    """The collectives that ran. Skipped ones, such as a gather of resident weights or over one rank, have no span."""
+    """Return records of the collectives that ran.
+
+    Some collectives of the schedule are skipped and have no span, for example a gather over one rank or of weights that
+    are resident.
+    """
     action_by_label = {action.label: action for action in actions if action.op in ("unshard", "reduce_grad")}
     return [
         (rank, span.lane, action_by_label[span.name], span.start, _end(span))
@@ -102,7 +116,10 @@ def _collectives(rank: int, actions: Sequence[Action], step: StepSpans) -> list[
 
 
 def _messages(schedule: Schedule, ranks: Sequence[StepSpans]) -> list[Record]:
-    """Records of both ends of every message; the k-th send of a channel matches its k-th receive."""
+    """Return two records for every message, of its sender and its receiver.
+
+    The k-th send in a channel belongs to its k-th receive.
+    """
     rank_of = schedule.rank_of
     records = []
     for source, target in schedule.channels:
@@ -119,7 +136,7 @@ def _messages(schedule: Schedule, ranks: Sequence[StepSpans]) -> list[Record]:
             start = max(send_span.start, receive_span.start, channel_free)
             channel_free = max(start, _end(receive_span))
             send_end = (
-                # Under Gloo only the receiver measures the duration.
+                # With Gloo only the receiver measures the duration.
                 max(start, _end(send_span)) if send_span.duration else channel_free
             )
             records.append((source, f"send {target}", send, start, send_end))
@@ -128,7 +145,7 @@ def _messages(schedule: Schedule, ranks: Sequence[StepSpans]) -> list[Record]:
 
 
 def _barrier_arrival(compute: Sequence[Record], collectives: Sequence[Record]) -> float:
-    """The time at which a rank had finished its own reductions, inside norm_barrier."""
+    """Return the time at which a rank had finished its own gradient reductions, after which it waits in norm_barrier."""
     _, _, _, start, end = next(record for record in compute if record[2].op == "norm_barrier")
     last = max((record[4] for record in collectives if record[2].op == "reduce_grad"), default=start)
     return min(max(start, last), end)
@@ -136,7 +153,10 @@ def _barrier_arrival(compute: Sequence[Record], collectives: Sequence[Record]) -
 
 @dataclass
 class _RankSeconds:
-    """Seconds of one rank's step: compute, gradient norm and optimizer (`closing`), and exposed time by axis."""
+    """Seconds of one rank's step.
+
+    `computed` is computation, `closing` is gradient norm and optimizer, and `exposed` is exposed time by mesh axis.
+    """
 
     computed: float = 0.0
     closing: float = 0.0
@@ -145,7 +165,7 @@ class _RankSeconds:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A transfer for which an action waits, from `start` to `end`, on `lanes` that it shares with earlier transfers."""
+    """A transfer that an action waits for. It moves bytes between `start` and `end`, whenever one of `lanes` is busy."""
 
     axis: str
     lanes: tuple[str, ...]
@@ -154,7 +174,7 @@ class _Transfer:
 
 
 class _WaitCounter:
-    """Reads one rank's compute records in order of time, and sums the waiting time before each action."""
+    """Goes through one rank's compute records in order of time, and adds up the exposed time before each action."""
 
     def __init__(self, schedule: Schedule, rank: int, origin: float, records: Iterable[Record]) -> None:
         self._schedule = schedule
@@ -177,6 +197,7 @@ class _WaitCounter:
         self._sums = _RankSeconds()
 
     def count(self, compute: Sequence[Record], at_barrier: Sequence[float]) -> _RankSeconds:
+        """Return the seconds of the step. `at_barrier` has the times at which each rank had finished its reductions."""
         sums = self._sums
         for _, _, action, start, end in compute:
             if action.op in COMPUTE:
@@ -192,7 +213,7 @@ class _WaitCounter:
         return sums
 
     def _waited_for(self, action: Action, start: float) -> list[_Transfer]:
-        """The transfers that the action needs, the last to finish first."""
+        """Return the transfers that the action needs. The one that ends last comes first."""
         stage = action.stage
         unit = action.unit
         units = self._schedule.units
@@ -209,7 +230,7 @@ class _WaitCounter:
         return _latest_first(transfers)
 
     def _wait(self, until: float, transfers: Iterable[_Transfer]) -> None:
-        """Count idle time before `until` in which the lanes of `transfers` were busy as exposed, each moment once."""
+        """Count as exposed the idle time before `until` in which a lane of `transfers` was busy. Each moment counts once."""
         idle = [(self._clock, until)] if until > self._clock else []
         for transfer in transfers:
             for lane in transfer.lanes:
@@ -218,7 +239,10 @@ class _WaitCounter:
                 self._sums.exposed[transfer.axis] += idle_seconds - sum(end - start for start, end in idle)
 
     def _subtract_busy(self, gap: Interval, lane: str, transfer: _Transfer) -> list[Interval]:
-        """The parts of `gap` without the time in which `lane` was busy with the transfer."""
+        """Return the parts of `gap` in which `lane` was not busy with the transfer.
+
+        Example: the gap (0, 10) without the busy time (2, 4) has the parts (0, 2) and (4, 10).
+        """
         first = max(gap[0], transfer.start)
         last = min(gap[1], transfer.end)
         if first >= last:
@@ -226,7 +250,8 @@ class _WaitCounter:
         intervals = self._lanes[lane]
         remaining = []
         position = gap[0]
-        low = bisect_right(intervals, first, key=lambda interval: interval[1])  # the intervals of a lane do not overlap
+        # Works because intervals of a lane do not overlap.
+        low = bisect_right(intervals, first, key=lambda interval: interval[1])
         high = bisect_left(intervals, last, key=lambda interval: interval[0])
         for start, end in intervals[low:high]:
             if max(start, first) > position:

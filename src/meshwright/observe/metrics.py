@@ -1,7 +1,7 @@
-"""metrics.jsonl: one JSON object per line; all other views of a run are made from it.
+"""metrics.jsonl, a file with one JSON object per line. All other views of a run are made from it.
 
-Lines have a `kind`: "step", "validation", "event", "prediction_check" or "start". Steps count from 1. A number that is
-not finite is written as null and named under `nonfinite`, so that every line is valid JSON.
+A line has a `kind`: "step", "validation", "event", "prediction_check", "start" or "answers". Steps count from 1. A
+number that is not finite is written as null, and its key is listed under `nonfinite`, so that every line is valid JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.spec.run import Lease
 log = logging.getLogger("meshwright")
 
 KEPT_BYTES = 64 << 20
-"""Most bytes of lines that are kept in memory while the disk does not take them: 100,000 steps or more."""
+"""Most bytes of lines that are kept in memory while the disk rejects them. That is enough for 100,000 steps."""
 
 STEP_KEYS: dict[str, str] = {
     "step": "optimizer steps done, this one included",
@@ -39,7 +39,7 @@ STEP_KEYS: dict[str, str] = {
     "memory_peak_bytes": "most memory rank 0 has held so far: reserved by torch on a GPU, resident on a CPU",
     "step_seconds": "from the step's begin to its end",
 }
-"""Keys of every step line."""
+"""Keys that every step line has, with their meanings."""
 
 OPTIONAL_STEP_KEYS: dict[str, str] = {
     "mfu_full": "the same with the full attention square (torchtitan's convention)",
@@ -94,18 +94,22 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "update_skipped": "true if the update was left out (train.on_nonfinite, train.on_spike); absent otherwise",
     "skipping_replicas": "replicas of the model that left the update out, beside update_skipped",
 }
-"""Optional keys of a step line."""
+"""Keys that a step line may have, with their meanings."""
 
 
 class MetricsWriter:
-    """Appends lines, each written at once; on resume it first removes lines of earlier attempts after step `resume_from`.
+    """Appends lines to metrics.jsonl, each at once.
 
-    A power cut loses the lines since the last `sync`, and may leave bytes of 0 in their place, which readers leave out.
+    A resume first removes lines of earlier attempts after step `resume_from`.
 
-    Lines that the disk does not take are kept in memory, up to `KEPT_BYTES`, and written before the next one once that is
-    possible; the log says so once. Beyond that, and if the file was deleted, every `write_` method raises the error of
-    `as_meshwright_error`. With the `lease` of the run's folder it raises BadInput when another start has taken over and
-    replaced the file.
+    A power cut loses the lines since the last `sync`. It may leave bytes of 0 in their place, which readers skip.
+
+    If the disk rejects a line, it is kept in memory and written as soon as possible; the log says so once. If more than
+    `KEPT_BYTES` are kept, every `write_` method raises the error of `as_meshwright_error`. The methods also raise an
+    error if the file was deleted.
+
+    `lease` is the lease of the run's folder. With it, the methods raise BadInput if another start has taken over the
+    folder and replaced the file.
     """
 
     def __init__(self, path: Path, resume_from: int = 0, lease: Lease | None = None) -> None:
@@ -118,35 +122,43 @@ class MetricsWriter:
         self._unwritten_bytes = 0
 
     def write_step(self, record: Mapping[str, Any]) -> None:
-        """Write a training step; raises ValueError if a key of `STEP_KEYS` is missing."""
+        """Write a training step. Raises ValueError if a key of `STEP_KEYS` is missing."""
         missing = [key for key in STEP_KEYS if key not in record]
         if missing:
             raise ValueError(f"a step line needs {', '.join(missing)}")
         self._append({"kind": "step", **record})
 
     def write_validation(self, step: int, loss: float, **details: Any) -> None:
-        """Write the mean validation loss (nat per token) after `step`; for a mixture `by_source` has each source's."""
+        """Write the mean validation loss after `step`, in nats per token.
+
+        For a mixture, `by_source` has the loss of each source.
+        """
         self._append({"kind": "validation", "step": step, "loss": loss, **details})
 
     def write_event(self, step: int, text: str) -> None:
-        """Write an event for the report: resumed, preempted, a checkpoint written."""
+        """Write an event for the report, for example that the run has resumed or a checkpoint was written."""
         self._append({"kind": "event", "step": step, "text": text})
 
     def write_start(self, step: int, phases: Mapping[str, float], compiler: Mapping[str, float]) -> None:
-        """Write a start after `step`: seconds by phase (events.start), and the compiler's work (observe.compiling)."""
+        """Write how a start went that continued after `step`: seconds by phase (`events.start`), and the compiler's work."""
         seconds = sum(phases.values())
         self._append({"kind": "start", "step": step, "seconds": seconds, "phases": phases, "compiler": compiler})
 
     def write_check(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Write measured and predicted figures (observe.prediction_check) after `step`."""
+        """Write measured and predicted figures (`observe.prediction_check`) after `step`."""
         self._append({"kind": "prediction_check", "step": step, **figures})
 
     def write_answers(self, step: int, details: Mapping[str, Any]) -> None:
-        """Write the lengths of a step's answers with `rl`, and some to a question, each with `answer`, `reward` and `outcome`."""
+        """Write, for RL, the lengths of a step's answers and the answers to one question with `answer`, `reward` and
+        `outcome`.
+        """
         self._append({"kind": "answers", "step": step, **details})
 
     def sync(self, *, waits: bool = False) -> None:
-        """Flush the lines until now to the disk, in a thread unless it `waits`: a resume does not repeat a checkpoint's steps."""
+        """Flush all lines to the disk, so that a resume from this step's checkpoint has them.
+
+        With `waits` it is done at return.
+        """
         descriptor = os.dup(self._file.fileno())
         if waits:
             _sync(descriptor, self._path)
@@ -154,7 +166,7 @@ class MetricsWriter:
         threading.Thread(target=_sync, args=(descriptor, self._path), name="metrics", daemon=True).start()
 
     def rewind(self, step: int) -> None:
-        """Remove the lines after `step`: the run continues from there again."""
+        """Remove the lines after `step`, because the run continues from that step again."""
         self._file.close()
         _truncate(self._path, step)
         self._file = self._path.open("ab", buffering=0)
@@ -166,7 +178,7 @@ class MetricsWriter:
                 self._keep(line)
 
     def close(self) -> None:
-        """Close the file; lines that the disk does not take now either are lost, which the log says."""
+        """Write the lines that are still in memory, and close the file. The log says if lines are lost."""
         with suppress(OSError):
             self._write_kept()
         if self._unwritten:
@@ -180,6 +192,7 @@ class MetricsWriter:
         self.close()
 
     def _append(self, record: Mapping[str, Any]) -> None:
+        """Write a line, after the lines that could not be written before. If the disk rejects it, keep it in memory."""
         unwritten = len(self._unwritten)
         self._keep(to_line(record).encode())
         try:
@@ -201,7 +214,10 @@ class MetricsWriter:
             log.warning("%s can be written again, with the %d lines that were kept", self._path, unwritten)
 
     def _write_kept(self) -> None:
-        """Write the lines that are kept, the oldest first. After an OSError the file ends with the last whole one of them."""
+        """Write the kept lines, the oldest first.
+
+        If that raises OSError, the file ends with the last line that fitted completely.
+        """
         while self._unwritten:
             end = os.fstat(self._file.fileno()).st_size
             content = self._unwritten[0]
@@ -220,9 +236,11 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines, oldest first. Damaged lines at the end, as a crash leaves them, are left out with one line in the log.
+    """Return all lines, the oldest first.
 
-    Raises Damaged if a line before the last good one is not a JSON object.
+    Damaged lines at the end are left out, with a warning; a crash may leave such lines.
+
+    Raises Damaged if a damaged line is followed by a good one.
     """
     records, damaged = scan_metrics(path)
     if damaged and damaged[0] > len(records):
@@ -233,7 +251,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """(valid records, line numbers from 1 of damaged lines); a torn last line is in neither, unless it has bytes of 0."""
+    """Return (valid records, numbers of damaged lines, from 1).
+
+    A last line without a line break, as a crash leaves it, is in neither list. It counts as damaged if it has bytes of
+    0.
+    """
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     damaged = []
@@ -247,7 +269,7 @@ def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Return a line of valid JSON, with non-finite numbers replaced by null and named under `nonfinite`."""
+    """Return a record as a line of valid JSON. Numbers that are not finite become null and are listed under `nonfinite`."""
     nonfinite: dict[str, str] = {}
     finite = _finite(record, "", nonfinite)
     if nonfinite:
@@ -256,6 +278,11 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any, key_path: str, nonfinite: dict[str, str]) -> Any:
+    """Return `value` with None in place of numbers that are not finite, whose texts are added to `nonfinite` by dotted
+    key.
+
+    Example: {"a": {"b": NaN}} becomes {"a": {"b": None}}, and `nonfinite` gets {"a.b": "nan"}.
+    """
     if isinstance(value, Mapping):
         return {
             key: _finite(item, f"{key_path}.{key}" if key_path else str(key), nonfinite) for key, item in value.items()
@@ -269,6 +296,7 @@ def _finite(value: Any, key_path: str, nonfinite: dict[str, str]) -> Any:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
+    """Return the record of a line; None unless it is a JSON object with a whole number `step`."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -278,7 +306,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _truncate(path: Path, resume_from: int) -> None:
-    """Keep the lines of the first `resume_from` steps; the file is replaced atomically."""
+    """Keep the lines of the first `resume_from` steps; none if it is 0. The file is replaced atomically."""
     records, damaged = scan_metrics(path)
     if damaged:
         log.warning("%s: %d damaged lines were removed, the first was line %d", path, len(damaged), damaged[0])
@@ -287,7 +315,7 @@ def _truncate(path: Path, resume_from: int) -> None:
 
 
 def _sync(descriptor: int, path: Path) -> None:
-    """Flush and close a file. A failure is logged: the next line that cannot be written is reported."""
+    """Flush and close a file. A failure is only logged; later lines that cannot be written are reported."""
     try:
         sync_open_file(descriptor, path)
     except OSError as error:

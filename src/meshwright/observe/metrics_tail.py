@@ -1,4 +1,4 @@
-"""Follows files of JSON lines of a run in progress, and its metrics; torch-free."""
+"""Follows files of JSON lines, and the metrics in them, while a run writes them. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import Any
 from meshwright.observe.expert_load_table import MOST_STEPS
 
 RECENT_STEPS = 50
-"""Newest steps whose mean predicts the remaining time."""
+"""The mean duration of this many newest steps predicts the remaining time."""
 
 
 class LineTail:
-    """The objects of a file of JSON lines. Lines that are not whole or no objects are left out."""
+    """Reads the objects that are added to a file of JSON lines.
+
+    Incomplete lines, and lines that are no objects, are left out.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -24,9 +27,10 @@ class LineTail:
         self._offset = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The objects written since the last call, and whether the file was replaced or cut, so that these are all.
+        """Return (objects since the last call, whether these are all objects of a new file).
 
-        Returns nothing while the file does not exist.
+        The second value is true on the first call and if the file was replaced or became shorter. Returns no objects if
+        the file does not exist.
         """
         try:
             with self._path.open("rb") as file:
@@ -54,14 +58,14 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 class MetricsTail:
-    """The newest step of `metrics.jsonl`, the mean duration of the newest steps, and the last validation."""
+    """Keeps the newest step of `metrics.jsonl`, the mean duration of the newest steps, and the last validation loss."""
 
     def __init__(self, path: Path) -> None:
         self._lines = LineTail(path)
         self._clear()
 
     def update(self) -> None:
-        """Read the new lines."""
+        """Read the lines that were added."""
         records, anew = self._lines.read()
         if anew:
             self._clear()
@@ -74,16 +78,16 @@ class MetricsTail:
 
     @property
     def recent_step_seconds(self) -> float | None:
-        """Mean seconds of the newest steps; None without any."""
+        """Mean seconds of the newest steps; None before the first step."""
         return sum(self._recent) / len(self._recent) if self._recent else None
 
     @property
     def recent_steps(self) -> int:
-        """How many steps `recent_step_seconds` is the mean of."""
+        """Number of steps of which `recent_step_seconds` is the mean."""
         return len(self._recent)
 
     def number(self, key: str) -> float | None:
-        """A finite number of the newest step."""
+        """Return a value of the newest step if it is a finite number, else None."""
         return _number(self.newest.get(key))
 
     def _clear(self) -> None:
@@ -92,7 +96,7 @@ class MetricsTail:
         self.validation_loss: float | None = None
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.with_loads: deque[Mapping[str, Any]] = deque(maxlen=MOST_STEPS)
-        """The newest steps with loads of experts."""
+        """The newest steps whose records have the loads of experts."""
 
     def _add_step(self, record: Mapping[str, Any]) -> None:
         self.newest = record

@@ -1,22 +1,23 @@
-"""Numbers as people read them: the same text on the progress line and in the report."""
+"""Formats numbers for people. The progress line and the report use the same functions."""
 
 from __future__ import annotations
 
 SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-"""(factor, suffix), largest first."""
+"""(factor, suffix), the largest first."""
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def short(value: float, digits: int = 3) -> str:
-    """Significant digits with k, M, B or T: 48213 → "48.2k"."""
+    """Return `digits` significant digits with k, M, B or T: 48213 becomes "48.2k"."""
     for size, suffix in SUFFIXES:
+        # A value that would round up to 1,000 gets the next suffix: 999,600 is "1.00M", not "1000k".
         if abs(value) >= size * (1 - 0.5 * 10**-digits):
             return f"{_significant(value / size, digits)}{suffix}"
     return _significant(value, digits)
 
 
 def size(count: float) -> str:
-    """Bytes with a decimal unit, as plans count them: 2147483648 → "2.15 GB"."""
+    """Return bytes with a decimal unit, as plans show them: 2147483648 becomes "2.15 GB"."""
     unit = 0
     while abs(count) >= 999.5 and unit < len(_BYTE_UNITS) - 1:
         count /= 1000
@@ -25,7 +26,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Two units at most: "820 ms", "12.4 s", "3m 05s", "2h 07m", "3d 04h"."""
+    """Return a duration with at most two units: "820 ms", "12.4 s", "3m 05s", "2h 07m", "3d 04h"."""
     if seconds < 1e-3:
         return f"{_significant(seconds * 1e6, 3)} µs"
     if seconds < 1:
@@ -41,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Elapsed or remaining time in a fixed narrow form: "0:07", "12:45", "3:07:45", "2d 03:07"."""
+    """Return elapsed or remaining time in a short form: "0:07", "12:45", "3:07:45", "2d 03:07"."""
     rounded = max(0, round(seconds))
     hours = rounded // 3600
     minutes = rounded % 3600 // 60
@@ -52,23 +53,23 @@ def clock(seconds: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Return a percentage with one decimal: 0.4131 → "41.3%"."""
+    """Return a percentage with one decimal: 0.4131 becomes "41.3%"."""
     return f"{100 * fraction:.1f}%"
 
 
 def rate(value: float) -> str:
-    """Three significant digits, and all whole ones: 16.364 → "16.4", 1042.3 → "1,042"."""
+    """Return three significant digits, but all digits before the decimal point: 16.364 becomes "16.4", 1042.3 "1,042"."""
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
 def scientific(value: float) -> str:
-    """Learning rates: 0.0003 → "3.00e-4"."""
+    """Return a number with an exponent, as for learning rates: 0.0003 becomes "3.00e-4"."""
     mantissa, _, exponent = f"{value:.2e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 
 
 def _significant(value: float, digits: int) -> str:
-    """`digits` significant digits without an exponent; whole numbers above them stay whole."""
+    """Return `digits` significant digits without an exponent. Digits before the decimal point are never cut."""
     if value == 0:
         return "0"
     rounded = float(f"{value:.{digits - 1}e}")

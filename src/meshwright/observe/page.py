@@ -1,4 +1,4 @@
-"""Parts of self-contained pages in the report's style, without scripts: the document, headline figures, tables, lists."""
+"""Parts of self-contained HTML pages without scripts, in the style of the report: document, headline figures, tables, lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.resources import files
 from meshwright import __version__
 
 UNWRAPPED_CHARACTERS = 12
-"""Longest text of a cell that is kept on one line."""
+"""A cell's text of at most this many characters stays on one line."""
 STYLE = """
 table.rows td { text-align: left; color: var(--text); padding-right: 18px; }
 table.rows td { overflow-wrap: normal; }
@@ -20,12 +20,13 @@ table.rows th { width: auto; border-top: 0; }
 }
 section.card + section.card, .grid + section.card, .tiles + section.card { margin-bottom: 20px; }
 """
-"""Styles of tables with several columns, which the report's style sheet lacks."""
+"""Styles for tables with several columns, in addition to the report's style sheet."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Content security policy of the pages."""
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """The HTML of a page with these parts."""
+    """Return the HTML of a page whose content is `parts`, which are HTML."""
     css = (files("meshwright.observe") / "template" / "report.css").read_text(encoding="utf-8").strip()
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">
@@ -38,14 +39,17 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 
 def header(product: str, name: str, line: str, note: str = "", status: str = "") -> str:
-    """The head of a page: the command, a name, a line of facts behind a status word, and a remark."""
+    """Return the head of a page: `product` is the command, `name` the title, `line` the facts, `note` a remark below.
+
+    `status` is a word in a coloured box before the facts.
+    """
     word = f'<span class="status done">{escape(status)}</span>' if status else ""
     return f"""<header><p class="product">meshwright <span>{escape(product)}</span></p><h1>{escape(name)}</h1>
 <p class="facts-line">{word}{escape(line)}</p><p class="aside">{escape(note)}</p></header>"""
 
 
 def tile_list(tiles: Iterable[tuple[str, str, str]]) -> str:
-    """Headline figures: (name, value, context)."""
+    """Return headline figures, given as (name, value, context)."""
     cells = "".join(
         f'<div class="tile"><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd class="sub">{escape(c)}</dd></div>'
         for a, b, c in tiles
@@ -54,22 +58,25 @@ def tile_list(tiles: Iterable[tuple[str, str, str]]) -> str:
 
 
 def table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A titled table; empty without lines."""
+    """Return a table with a title; empty if it has no lines."""
     return card(title, rows(heads, lines))
 
 
 def listing(title: str, sentences: Iterable[str]) -> str:
-    """A titled list; empty without sentences."""
+    """Return a list with a title; empty if it has no sentences."""
     return card(title, items(sentences))
 
 
 def card(title: str, body: str) -> str:
-    """A titled card around HTML; empty without it."""
+    """Return a box with a title around `body`, which is HTML; empty if `body` is."""
     return f'<section class="card"><h2>{escape(title)}</h2>{body}</section>' if body else ""
 
 
 def rows(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table; empty without lines. A line may be shorter than the heads."""
+    """Return a table with the headings `heads`; empty if it has no lines.
+
+    A line may have fewer cells than there are headings.
+    """
     body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in line)}</tr>" for line in lines)
     if not body:
         return ""
@@ -78,11 +85,11 @@ def rows(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def items(sentences: Iterable[str]) -> str:
-    """A list; empty without sentences."""
+    """Return a list; empty if it has no sentences."""
     lines = "".join(f"<li>{escape(text)}</li>" for text in sentences)
     return f'<ul class="why">{lines}</ul>' if lines else ""
 
 
 def _cell(text: str) -> str:
-    """The text of a cell; a short one, such as a number with its unit, stays on one line."""
+    """Return the HTML of a cell. Short text, such as a number with its unit, stays on one line."""
     return escape(text.replace(" ", "\u00a0") if len(text) <= UNWRAPPED_CHARACTERS else text)

@@ -1,7 +1,10 @@
-"""Measures the device time of each span of a training step, without synchronisation.
+"""Measures the device time of each span of a training step, without synchronising host and device.
 
-On CUDA a stamp is an event on the stream, read after the device has passed it; on CPU it is the clock. Phases on the
-device's clock show exposed time: a batch fetched while the device computes costs nothing.
+On CUDA, a time stamp is an event on the stream; its time is read after the device has reached it. On a CPU, a stamp is
+a time of the clock.
+
+Phases in device time show only time that delays the device. For example, fetching a batch while the device computes
+takes no time of the step.
 """
 
 from __future__ import annotations
@@ -31,17 +34,23 @@ from meshwright.observe.device_clock import ClockReference, DeviceClock, DeviceT
 from meshwright.observe.open_span import OpenSpan, OpenWindow, PostedMessage, unit_of
 
 KEPT_STEPS = 256
+"""Newest steps whose times `step_times` can return."""
 BETWEEN_STEPS = 0
+"""Step number of detailed recordings of spans outside of steps."""
 SAMPLED_WAITS = 40
-"""Waits between the units of actions that are measured in each step; of more, every n-th stands for n."""
+"""About this many waits between the units of one action are measured in each step.
+
+If there are n times as many, only every n-th wait is measured, and it counts as n.
+"""
 SHORTEST_COLLECTION_NS = 1_000_000
-"""Shorter garbage collections are not recorded."""
+"""Shorter garbage collections are not recorded, in ns."""
 
 Sink = Callable[[Sequence[SpanRecord]], None]
+"""Receives the records of a step."""
 
 
 class _SpanContext:
-    """`begin` and `end` around a block. Not a generator, which would double the host's cost of a span."""
+    """Context manager that calls `begin` and `end`. As a generator it would double the host's cost of a span."""
 
     __slots__ = ("_lane", "_name", "_recorder")
 
@@ -58,7 +67,7 @@ class _SpanContext:
 
 
 class _ActionContext:
-    """`StepRecorder.begin_action` and `end` around a block."""
+    """Context manager that calls `StepRecorder.begin_action` and `end`."""
 
     __slots__ = ("_action", "_index", "_recorder", "_tokens")
 
@@ -76,7 +85,7 @@ class _ActionContext:
 
 
 class _WaitContext:
-    """A wait: its span, if it is recorded, and the note in the progress page while the host is blocked."""
+    """Context manager of a wait. At its end, the span is finished, and the progress page no longer shows the wait."""
 
     __slots__ = ("_page", "_recorder", "_span")
 
@@ -96,14 +105,16 @@ class _WaitContext:
 
 
 class StepRecorder:
-    """Measures steps, their phases and the spans of a rank; see `events.span.Recorder` for the events.
+    """Measures the steps of a rank, their phases and their spans. `events.span.Recorder` describes the methods.
 
-    Spans inside a span are not counted twice. A span outside of a step (a last checkpoint) belongs to the previous step.
-    A step of a large model has thousands of unit actions of a few milliseconds, and two events for each would delay a
-    host-bound step. So neighbouring units of one action share a span, which ends where another action or a wait for
-    another rank (`gap`) begins; of the many waits between units only some are measured. `sink` receives the records
-    of each step once the device has finished it. With `detail` on nothing is joined, communication is recorded too, and
-    `take` returns all of it.
+    - A span inside another span is not added to the step's phases again. A span outside of a step, such as a last
+      checkpoint, is recorded under the step before it.
+    - A step of a large model has thousands of unit actions that take a few milliseconds each. Two events for each of
+      them would slow down a step that is bound by the host. Therefore neighbouring units of one action share a span.
+      The span ends where another action begins, or where a wait for another rank begins (`gap`). Of the many waits
+      between units, only some are measured.
+    - `sink` receives the records of a step when the device has finished the step.
+    - With `detail`, no spans are joined, communication is recorded too, and `take` returns everything.
     """
 
     def __init__(
@@ -113,17 +124,21 @@ class StepRecorder:
         self._rank = rank
         self._sink = sink
         self.page: ProgressPage | None = None
-        """Page that shows for which communication the host waits."""
+        """The page that shows which communication the host waits for; None if there is none."""
         self._window: OpenWindow | None = None
+        """The step, or span outside of steps, that is being recorded."""
         self._stack: list[OpenSpan] = []
         self._joined: OpenSpan | None = None
+        """The last action's span, which the next action may still extend."""
         self._in_transfer: list[PostedMessage] = []
         self._pending: deque[OpenWindow] = deque()
         self._unseen: ClockReference | None = None
+        """A clock reference that the device had not reached when the host last looked."""
         self._host = HostTime()
         self._device_time = DeviceTime(self._clock)
         self._host_records: list[SpanRecord] = []
         self._waits = 0
+        """Waits between units in this step; every `_every`-th is measured."""
         self._every = 1
         self._times: dict[int, PhaseTimes] = {}
         self._detail = False
@@ -134,7 +149,7 @@ class StepRecorder:
 
     @property
     def detail(self) -> bool:
-        """Whether later actions and all communication are recorded separately. Set between steps."""
+        """Whether actions are recorded separately, and all communication is recorded. It can be set between steps only."""
         return self._detail
 
     @detail.setter
@@ -144,21 +159,21 @@ class StepRecorder:
         self._detail = wanted
 
     def take(self) -> list[StepSpans]:
-        """Steps recorded with `detail` on since the last call, in order; call `wait` first to include all of them."""
+        """Return the steps recorded with `detail` since the last call, in order. Call `wait` first to get all of them."""
         self._collect()
         taken = self._detailed
         self._detailed = []
         return taken
 
     def begin_step(self, step: int, tokens: int = 0) -> None:
-        """Begin step `step`, which has `tokens` tokens on this rank; `tokens` tells them later."""
+        """Begin step `step`. `tokens` is its number of tokens on this rank; the method `tokens` can give it later."""
         if self._window is not None:
             raise RuntimeError(f"step {step} begins inside step {self._window.step}; call end_step first")
         self._last_step = step
         self._open_window(counted=True).tokens = tokens
 
     def tokens(self, tokens: int) -> None:
-        """Record how many tokens the step has on this rank."""
+        """Record how many tokens the current step has on this rank."""
         if self._window is not None:
             self._window.tokens = tokens
 
@@ -183,7 +198,7 @@ class StepRecorder:
         self._stack.append(OpenSpan(name, lane, counts, stamp, phase=phase))
 
     def begin_action(self, index: int, action: ScheduledAction, tokens: int = 0) -> None:
-        """Open the span of an action's compute, or continue that of the unit before it."""
+        """Begin the span of an action's computation, or continue the span of the action before it."""
         joined = self._joined
         if joined is not None and joined.extends_to(action):
             joined.extend(action, tokens)
@@ -261,7 +276,7 @@ class StepRecorder:
 
     @contextmanager
     def garbage_collections(self) -> Iterator[None]:
-        """Record Python's garbage collections in a block, on the host's clock."""
+        """Record Python's garbage collections during a `with` block, in host time."""
         began = 0
 
         def collection(event: str, details: dict[str, int]) -> None:
@@ -282,20 +297,21 @@ class StepRecorder:
             gc.callbacks.remove(collection)
 
     def step_times(self, step: int | None = None) -> dict[str, float]:
-        """Seconds by phase of `step` (None: the newest finished step), adding up to the whole step.
+        """Return the seconds of each phase of a step; together they are the duration of the step.
 
-        Empty if the device has not finished it, and for steps long past. Never waits.
+        `step` is by default the newest finished step. Empty if the device has not finished the step, or if it is too
+        old. This never waits.
         """
         self._collect()
         wanted = next(reversed(self._times), None) if step is None else step
         return dict(self._times[wanted].seconds) if wanted in self._times else {}
 
     def flush(self) -> None:
-        """Hand every finished step's records to the sink. Never waits."""
+        """Give the records of all finished steps to the sink. This never waits."""
         self._collect()
 
     def wait(self) -> None:
-        """Block until every closed step can be read, at the end of a run."""
+        """Wait until the device has finished every step that has ended, at the end of a run."""
         for window in self._pending:
             self._clock.wait(window.last)
             for span in window.spans:
@@ -309,7 +325,7 @@ class StepRecorder:
         self._window.spans.append(span)
 
     def _begin_stamp(self) -> Any:
-        """The stamp of a span that begins now, which also ends the actions before it."""
+        """Return the stamp for a span that begins now. A span of earlier actions that is still open ends at the same stamp."""
         if self._window is None:
             self._open_window(counted=False)
         if self._unseen is not None and self._unseen.look(self._clock, self._host):
@@ -319,6 +335,7 @@ class StepRecorder:
         return stamp
 
     def _end_joined(self, stamp: Any) -> None:
+        """End the span of the last action at `stamp`, if it is still open."""
         joined = self._joined
         self._joined = None
         if joined is not None:
@@ -327,7 +344,7 @@ class StepRecorder:
             self._window.spans.append(joined)
 
     def _wait_span(self, phase: SpanPhase, index: int, action: ScheduledAction | None, size: int) -> OpenSpan | None:
-        """The span of a wait that begins now; None for a wait that is not measured."""
+        """Return the span of a wait that begins now; None if this wait is not measured."""
         if self._window is None:
             return None
         if self._stack:
@@ -335,6 +352,7 @@ class StepRecorder:
         if phase != "collective_wait" or action is None:
             return self._recorded_wait(phase, index, action, size, self._begin_stamp())
         needs = span_phase(action.op)
+        # A wait between two units of the same action: only every n-th of these is measured, and counts as n.
         if self._joined is not None and (needs is None or self._joined.extends_to(action)):
             self._waits += 1
             if (self._waits + self._last_step) % self._every:
@@ -342,6 +360,7 @@ class StepRecorder:
             span = self._recorded_wait(phase, index, action, size, self._clock.stamp())
             span.count = self._every
             return span
+        # A wait before another action is time of that action's phase.
         span = self._recorded_wait(phase, index, action, size, self._begin_stamp())
         span.counts = step_phase(needs) if needs else None
         return span
@@ -353,6 +372,7 @@ class StepRecorder:
         return OpenSpan(phase, "wait", None, stamp, None, phase, index, action, size, 1, micro_batch, unit)
 
     def _open_window(self, *, counted: bool) -> OpenWindow:
+        """Begin a step (`counted`), or a span outside of steps, and keep its stamps until they can be read."""
         reference = self._clock.reference() if self._sink is not None else None
         if reference is not None and not reference.look(self._clock, self._host):
             self._unseen = reference
@@ -360,6 +380,7 @@ class StepRecorder:
         return self._window
 
     def _close_window(self) -> None:
+        """End the current step or span. It waits in `_pending` until the device has reached its stamps."""
         assert self._window is not None
         self.gap()
         self._window.last = self._clock.stamp()
@@ -371,6 +392,11 @@ class StepRecorder:
             self._take_in(self._pending.popleft(), times)
 
     def _take_in(self, window: OpenWindow, times: list[tuple[float, float]]) -> None:
+        """Use a window whose times are known: send its records, add up its phases, and reuse its stamps.
+
+        `times` has (start, end) of each span, in seconds after the window's begin. Time that no span counts is the
+        phase "host".
+        """
         if self._sink is not None:
             self._send_records(window, times, self._sink)
         start = self._start_of(window)
@@ -395,7 +421,7 @@ class StepRecorder:
             self._clock.recycle(stamp)
 
     def _send_records(self, window: OpenWindow, times: list[tuple[float, float]], sink: Sink) -> None:
-        """Hand the records of a window to `sink`, on the host's clock."""
+        """Give the records of a window to `sink`, with times converted to the host's clock."""
         assert window.reference is not None
         window.reference.look(self._clock, self._host)
         reference_ns, error_ns = self._device_time.of(window.reference)
@@ -415,7 +441,11 @@ class StepRecorder:
         sink(records)
 
     def _start_of(self, window: OpenWindow) -> float:
-        """Seconds from the first window to this one, summed over windows: distant events lose precision (float ms)."""
+        """Return the seconds from the first window to this one.
+
+        They are added up from window to window, because the time between distant events loses precision (32-bit float
+        in ms).
+        """
         if self._origin is not None:
             self._elapsed += self._clock.seconds(self._origin, window.first)
             self._clock.recycle(self._origin)
@@ -430,7 +460,7 @@ class StepRecorder:
 
 
 class DetailRecorder(StepRecorder):
-    """Measures only steps with `detail` on, for a run without phases and spans that may record a timeline."""
+    """Measures only steps with `detail`. It is for a run that records no phases and spans, but may record a timeline."""
 
     def begin_step(self, step: int, tokens: int = 0) -> None:
         if self.detail:

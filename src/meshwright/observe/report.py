@@ -1,4 +1,4 @@
-"""report.html: a self-contained page about a run, to open from disk, print and send."""
+"""report.html: a self-contained page about a run, which can be opened from disk, printed and sent."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from meshwright.observe.svg import draw
 
 @dataclass(frozen=True)
 class SpanFindings:
-    """Findings from the spans of a run; each part is optional."""
+    """What the analysis of a run's spans has found, for the report. Each part may be missing."""
 
     heat_map: HeatMapFigures | None = None
     stragglers: Mapping[str, Any] | None = None
-    """JSON values of the straggler analysis."""
+    """Result of the straggler analysis, as JSON values."""
     stragglers_sentence: str = ""
     timeline: str = ""
-    """HTML figure of the pipeline's measured and predicted step."""
+    """HTML figure of the measured pipeline step and the predicted one."""
     notes: tuple[str, ...] = ()
-    """Reasons why parts are missing."""
+    """Why parts are missing."""
 
 
 def write_report(run_folder: Path, findings: SpanFindings = SpanFindings()) -> Path:
-    """Write `report.html` into the run's folder atomically and return its path."""
+    """Write `report.html` atomically into the run's folder, and return its path."""
     path = run_folder / "report.html"
     write_durable(path, render(read_run(run_folder), findings))
     return path
 
 
 def render(run: RunFolder, findings: SpanFindings = SpanFindings()) -> str:
-    """The HTML of the page."""
+    """Return the HTML of the page."""
     charts = sheet(run)
     parts = (
         _header(run),
@@ -86,7 +86,7 @@ def _header(run: RunFolder) -> str:
 
 
 def _status(run: RunFolder) -> tuple[str, str]:
-    """(text, CSS class) of the run's progress towards its configured steps."""
+    """Return (text, CSS class) about the progress of the run towards its configured number of steps."""
     done = run.steps[-1]["step"] if run.steps else 0
     planned = run.setting("train", "steps")
     if not done:
@@ -97,6 +97,7 @@ def _status(run: RunFolder) -> tuple[str, str]:
 
 
 def _charts(run: RunFolder, charts: Sheet) -> str:
+    """Return all charts. The figure of memory comes after the charts of speed."""
     memory = report_parts.memory(run)
     if not charts.charts:
         return f'<div class="grid">{memory}</div>' if memory else ""

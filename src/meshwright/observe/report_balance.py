@@ -1,4 +1,4 @@
-"""The report's picture of one step of samples of any length: ranks × time, with samples coloured by length."""
+"""The report's picture of one step with samples of different lengths: each rank's samples over time, coloured by length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.spec.hybrid import exchanged_heads
 from meshwright.spec.plan import Plan
 
 LEVELS = ((512, "h0"), (2048, "h1"), (8192, "h2"), (32_768, "h3"), (131_072, "h4"), (524_288, "h5"), (math.inf, "h6"))
-"""Most tokens of a sample, with the colour class of each level."""
+"""(most tokens of a sample, colour class) of each level."""
 LABELS = {
     "h0": "up to 512",
     "h1": "to 2K",
@@ -27,18 +27,24 @@ LABELS = {
     "h5": "to 512K",
     "h6": "longer",
 }
+"""Words for each level in the legend."""
 RANKS_DRAWN = 64
-"""Most ranks in the picture; of more, evenly spaced ones."""
+"""Most ranks in the picture. If there are more, evenly spaced ranks are drawn."""
 HEIGHT = 384
+"""Most pixels of the picture's height."""
 LEAST_BAR = 5
+"""Least pixels of the height of one rank's bar."""
 MOST_BAR = 26
-"""Most pixels of the picture's height, and least and most of a rank's bar."""
+"""Most pixels of the height of one rank's bar."""
 WIDTH = 1000
-"""Width of the picture in its own units."""
+"""Width of the picture in units of its view box."""
 
 
 def balance_card(plan: Plan | None, steps: Sequence[Record], kv_heads: int | None = None) -> str:
-    """The card of the last step whose samples' lengths are recorded, of a model with `kv_heads`; empty if there is none."""
+    """Return the card about the newest step with recorded sample lengths; empty if there is none.
+
+    `kv_heads` is the number of KV heads of the model.
+    """
     recorded = next((record for record in reversed(steps) if record.get("sample_lengths")), None)
     if plan is None or plan.samples is None or recorded is None:
         return ""
@@ -81,9 +87,10 @@ def balance_card(plan: Plan | None, steps: Sequence[Record], kv_heads: int | Non
 def _blocks(
     balance: Balance, lengths: np.ndarray, rank: int, starts: Sequence[float]
 ) -> Iterator[tuple[str, float, float]]:
-    """Level, start and end of a rank's blocks in seconds; neighbouring samples of a slot with one level are one block.
+    """Yield (level, start, end) of a rank's blocks, in seconds.
 
-    `starts` are those of the rank's slots.
+    In each slot the samples are drawn from the longest to the shortest. Neighbouring samples of the same level are one
+    block. `starts` has the start of each of the rank's slots.
     """
     mine = balance.rank == rank
     for slot in range(int(balance.slots[rank])):

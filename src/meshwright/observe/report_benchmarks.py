@@ -1,4 +1,4 @@
-"""The report's card of benchmark results, and their figures beside those of other runs."""
+"""The report's card of benchmark results, which the comparison of runs uses too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.observe.runfolder import Record, number
 
 
 def benchmarks_card(results: Sequence[Record]) -> str:
-    """The newest result of each task and step as a table; empty without results."""
+    """Return a table with the newest result of each task and step; empty without results."""
     newest = {(str(result.get("task")), str(result.get("step"))): result for result in results}
     lines = [
         (task, "–" if step == "None" else step, metric, text)
@@ -20,9 +20,9 @@ def benchmarks_card(results: Sequence[Record]) -> str:
 
 
 def metric_texts(result: Record) -> Iterator[tuple[str, str]]:
-    """Each metric of a result with its value, and its standard error if there is one.
+    """Yield (label, text) for each metric of a result. The text has the value, and its standard error if there is one.
 
-    The metrics have lm-eval's names: `acc,none` with `acc_stderr,none`, where `none` is the filter of the answers.
+    The metrics have the names of lm-eval: `acc,none` and `acc_stderr,none`, where `none` is the filter of the answers.
     """
     metrics = result["metrics"]
     for key, value in metrics.items():

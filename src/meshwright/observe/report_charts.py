@@ -1,4 +1,7 @@
-"""The charts of a report, from the lines of metrics.jsonl, thinned to as many points as a page can draw."""
+"""The charts of a report, made from the lines of metrics.jsonl.
+
+Long curves are reduced to as many points as a page can show.
+"""
 
 from __future__ import annotations
 
@@ -35,27 +38,32 @@ PREFERENCE_CHARTS: tuple[tuple[str, str, str, Format], ...] = (
         "short",
     ),
 )
-"""Figure, title, unit and form."""
+"""(key of the figure, title, unit, format) of each chart of a preference run."""
 ANSWER_CHARTS: tuple[tuple[str, str, str], ...] = (
     ("reward", "Rewards of answers", "trend of the means"),
     ("tokens", "Tokens of answers", "trend of the means"),
 )
-"""What is drawn of chosen and of rejected answers: figure, title and unit."""
+"""(figure, title, unit) of charts with two curves, for chosen and for rejected answers."""
 PER_SOURCE = "preferences_by_source"
-"""Figure that has the others of each source."""
+"""Key whose value has the figures of each source."""
 MOST_POINTS = 1500
+"""Most points of a curve. More cannot be told apart on a page."""
 MOST_COLUMNS = 160
+"""Most columns of a stacked chart."""
 MOST_VALIDATIONS = 500
-"""Most points of a curve, columns of a stacked chart, and validation points: more cannot be told apart on a page."""
+"""Most validation points."""
 RECENT_VALUES = 10
-"""Values of `recent_mean`."""
+"""Number of values of which `recent_mean` is the mean."""
 SOURCE_COLOURS = ("c-second", "c-optim", "c-checkpoint", "c-backward")
-"""Colours of the validation losses of a mixture's first sources; metrics.jsonl has all of them."""
+"""Colours for the validation losses of a mixture's first sources. Other sources are only in metrics.jsonl."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """The charts of a run, their shared x values, and the x axes to choose from."""
+    """The charts of a page.
+
+    `tables` has the x values that charts share, by name; `axes` are the x axes that the reader can choose.
+    """
 
     charts: tuple[Chart, ...]
     tables: dict[str, Table]
@@ -63,7 +71,7 @@ class Sheet:
 
 
 def sheet(run: RunFolder) -> Sheet:
-    """Every chart for which the run has figures; empty if no step was recorded."""
+    """Return every chart for which the run has figures; an empty sheet if no step was recorded."""
     if not run.steps:
         return Sheet((), {}, ())
     positions = positions_of(run.steps)
@@ -90,7 +98,7 @@ def sheet(run: RunFolder) -> Sheet:
 
 
 def _rewards(run: RunFolder, indices: Sequence[int]) -> Iterator[Chart | None]:
-    """The charts of a run that learns from its own answers."""
+    """Yield the charts of an RL run; none for other runs."""
     if run.steps[-1].get("reward") is None:
         return
     yield _curve(run, indices, "reward", "Reward", "mean of the step's answers", "short", noisy=True)
@@ -98,7 +106,8 @@ def _rewards(run: RunFolder, indices: Sequence[int]) -> Iterator[Chart | None]:
     yield _curve(run, indices, "entropy", "Entropy", "mean of −log p of the sampled tokens, nat", "short", noisy=True)
     unit = "divergence of their probabilities, nat per token"
     divergence = _curve(run, indices, "engine_kl", "Engine beside trainer", unit, "scientific")
-    if divergence is not None and None in column(run.steps, "engine_kl"):  # of several updates only the first compares
+    if divergence is not None and None in column(run.steps, "engine_kl"):
+        # Of several updates per rollout, only the first has it.
         points = replace(divergence.series[0], shape="points")
         divergence = replace(divergence, series=(points,))
     yield divergence
@@ -106,7 +115,7 @@ def _rewards(run: RunFolder, indices: Sequence[int]) -> Iterator[Chart | None]:
 
 
 def _preferences(run: RunFolder, indices: Sequence[int], validations: Sequence[Record]) -> Iterator[Chart | None]:
-    """The charts of a run on good and bad answers, each with the figures of held-out ones."""
+    """Yield the charts of a preference run, which also show held-out answers; none for other runs."""
     if run.steps[-1].get("margin") is None:
         return
     for key, title, unit, form in PREFERENCE_CHARTS:
@@ -124,7 +133,7 @@ def _preferences(run: RunFolder, indices: Sequence[int], validations: Sequence[R
 
 
 def _held_out(validations: Sequence[Record], key: str) -> Iterator[Series]:
-    """A figure of held-out answers: of all, and of each source where there are several."""
+    """Yield the points of a figure of held-out answers: for all answers, and for each source if there are several."""
     sources = zip(preference_sources(validations), SOURCE_COLOURS, strict=False)
     drawn = [("held out", "c-validation", column(validations, key))]
     drawn += [(f"held out, {name}", colour, column(validations, PER_SOURCE, name, key)) for name, colour in sources]
@@ -134,29 +143,30 @@ def _held_out(validations: Sequence[Record], key: str) -> Iterator[Series]:
 
 
 def preference_sources(validations: Sequence[Record]) -> list[str]:
-    """The sources of held-out good and bad answers; none where there is one."""
+    """Return the names of the sources of held-out answers; none if there is only one source."""
     found = [record[PER_SOURCE] for record in validations if isinstance(record.get(PER_SOURCE), Mapping)]
     return list(dict.fromkeys(str(name) for figures in found for name in figures))
 
 
 def loss_unit(run: RunFolder) -> str:
-    """What the training loss is a mean of."""
+    """Return the unit of the training loss: what it is a mean of."""
     return "nat per token" if not run.steps or run.steps[-1].get("margin") is None else "per pair, with kto per answer"
 
 
 def steady_median(values: Values) -> float | None:
-    """The median after the first tenth of the values (compilation, filling of caches)."""
+    """Return the median without the first tenth of the values, in which compilation and empty caches slow steps down."""
     numbers = [value for value in values[len(values) // 10 :] if value is not None]
     return median(numbers) if numbers else None
 
 
 def recent_mean(values: Values) -> float | None:
-    """The mean of the last ten numbers: the loss of a run as one figure."""
+    """Return the mean of the last ten numbers, which stands for the loss of a run."""
     last = [value for value in values if value is not None][-RECENT_VALUES:]
     return sum(last) / len(last) if last else None
 
 
 def _loss(run: RunFolder, indices: Sequence[int], validations: Sequence[Record]) -> Chart | None:
+    """Return the chart of the loss: each step, its trend, validations and events. None if no step has a loss."""
     losses = column(run.steps, "loss")
     series = [
         Series("each step", "c-loss faint", "steps", selected(losses, indices)),
@@ -176,7 +186,7 @@ def _loss(run: RunFolder, indices: Sequence[int], validations: Sequence[Record])
 
 
 def _by_source(validations: Sequence[Record]) -> list[Series]:
-    """The validation loss of each source of a mixture."""
+    """Return the validation loss of each source of a mixture as points."""
     by_source = [record["by_source"] for record in validations if isinstance(record.get("by_source"), Mapping)]
     names = dict.fromkeys(str(name) for losses in by_source for name in losses)
     return [
@@ -186,6 +196,7 @@ def _by_source(validations: Sequence[Record]) -> list[Series]:
 
 
 def _throughput(run: RunFolder, indices: Sequence[int]) -> list[Chart | None]:
+    """Return the charts of throughput and of MFU."""
     speed = _curve(run, indices, "tokens_per_second", "Throughput", "tokens per second, all ranks", "short", noisy=True)
     variants = [("mfu", "causal attention", "c-loss thin"), ("mfu_full", "full attention", "c-second thin")]
     series = [
@@ -198,7 +209,7 @@ def _throughput(run: RunFolder, indices: Sequence[int]) -> list[Chart | None]:
 
 
 def peak_text(run: RunFolder) -> str:
-    """The peak that MFU refers to, printed once beside the figure."""
+    """Return words about the peak FLOP/s that MFU refers to, for the chart's unit."""
     gpu = run.setting("cluster", "gpu")
     precision = run.plan.precision.compute if run.plan else "bf16"
     peak = ClusterSpec(gpu=gpu).peak_flops(precision) if isinstance(gpu, str) else None
@@ -206,7 +217,7 @@ def peak_text(run: RunFolder) -> str:
 
 
 def _phases(run: RunFolder) -> Chart | None:
-    """Seconds by phase, averaged over windows of steps and stacked."""
+    """Return the chart of seconds by phase: means over windows of steps, stacked."""
     series = []
     for phase in PHASES:
         seconds = column(run.steps, "phases", phase)
@@ -222,6 +233,7 @@ def _phases(run: RunFolder) -> Chart | None:
 def _curve(
     run: RunFolder, indices: Sequence[int], key: str, title: str, unit: str, form: Format, *, noisy: bool = False
 ) -> Chart | None:
+    """Return a chart of one figure of the steps; None if the run lacks it. A `noisy` figure also gets its trend."""
     values = column(run.steps, key)
     if not has_numbers(values):
         return None
@@ -234,6 +246,7 @@ def _curve(
 def _steady_line(
     values: Values, label: str, colour: str, indices: Sequence[int], text: Callable[[float], str]
 ) -> Series:
+    """Return a curve whose legend shows the median without the first steps."""
     steady_value = steady_median(values)
     return Series(
         label,
@@ -245,7 +258,7 @@ def _steady_line(
 
 
 def positions_of(steps: Sequence[Record]) -> Table:
-    """The position of each step on every x axis: its number, tokens so far, and training seconds at its end."""
+    """Return the position of each step on every x axis: its number, all tokens so far, and training seconds at its end."""
     elapsed = 0.0
     seconds = []
     for value in column(steps, "step_seconds"):
@@ -260,7 +273,7 @@ def positions_of(steps: Sequence[Record]) -> Table:
 
 
 def _axes(positions: Table) -> tuple[Axis, ...]:
-    """The x axes: steps always, tokens and time if they grow in this run."""
+    """Return the x axes: steps always, tokens and time only if the run has them."""
     labels = {"step": "Steps", "tokens": "Tokens", "time": "Time"}
     return tuple(
         axis_between(key, label, positions[key][0], positions[key][-1])
@@ -270,7 +283,10 @@ def _axes(positions: Table) -> tuple[Axis, ...]:
 
 
 def axis_between(key: str, label: str, first: float, high: float) -> Axis:
-    """An x axis for values from `first` to `high`; it begins at 0 unless the first value is far from it."""
+    """Return an x axis for values from `first` to `high`. It begins at 0, unless the first value is far from 0.
+
+    `key` is the axis's name in a `Table`: step, tokens, time or flops. `label` is its name for readers.
+    """
     low = 0.0 if first <= 0.2 * high or high <= 1 else first
     if not high > low:
         low = 0.0
@@ -284,14 +300,14 @@ def axis_between(key: str, label: str, first: float, high: float) -> Axis:
 
 
 def at_steps(positions: Table, records: Sequence[Record]) -> Table:
-    """Positions of lines with a step on every axis: those of the newest step line at or before it."""
+    """Return the positions of records on every axis. A record is at the newest step line with the same or a lower step."""
     indices = [bisect_right(positions["step"], record["step"]) - 1 for record in records]
     table = {key: [values[index] if index >= 0 else 0.0 for index in indices] for key, values in positions.items()}
     return {**table, "step": [float(record["step"]) for record in records]}
 
 
 def _window_edges(positions: Table, windows: int) -> Table:
-    """The x values at the edges of the windows of steps; a window begins where the previous step ended."""
+    """Return the x values at the edges of `windows` windows of steps. Each window begins where the step before it ended."""
     length = len(positions["step"])
     last_indices = [(window + 1) * length // windows - 1 for window in range(windows)]
     first_edges = {"step": positions["step"][0] - 1, "tokens": 0.0, "time": 0.0}
@@ -299,21 +315,22 @@ def _window_edges(positions: Table, windows: int) -> Table:
 
 
 def select_from_table(table: Table, indices: Sequence[int]) -> Table:
-    """The rows of a table with these indices."""
+    """Return the rows of a table that have these indices."""
     return {key: [values[index] for index in indices] for key, values in table.items()}
 
 
 def selected(values: Values, indices: Sequence[int]) -> list[float | None]:
-    """The values at these indices."""
+    """Return the values at these indices."""
     return [values[index] for index in indices]
 
 
 def evenly_spaced(records: Sequence[Record], limit: int) -> Sequence[Record]:
-    """At most `limit` of the records, evenly spaced, including the last one."""
+    """Return at most `limit` records, evenly spaced and including the last one."""
+    # Counted from the end, so that the last record is included.
     stride = max(1, math.ceil(len(records) / limit))
     return records[::-1][::stride][::-1]
 
 
 def has_numbers(values: Values) -> bool:
-    """Whether one of the values is a number."""
+    """Whether at least one of the values is a number."""
     return any(value is not None for value in values)

@@ -30,14 +30,15 @@ COLOURS = {
     "exposed shard": "k3",
     "exposed replicate": "c-checkpoint",
 }
-"""CSS class of each component of a part; a measured and a predicted component with the same meaning share a class."""
+"""CSS class of each component of a step's part. Predicted and measured components of the same meaning share a class."""
 OTHER_COLOUR = "c-validate"
 
 Text = Callable[[float], str]
+"""Formats a number."""
 
 
 def predicted_and_measured(run: RunFolder) -> str:
-    """The newest prediction check of the run as a card; empty for a run without one."""
+    """Return the card of the run's newest prediction check; empty if there is none."""
     prediction_check = run.prediction_check
     if prediction_check is None:
         return ""
@@ -58,6 +59,7 @@ def predicted_and_measured(run: RunFolder) -> str:
 
 
 def _table_line(label: str, comparison: Comparison | None, text: Text) -> str:
+    """Return the table line of one figure; empty if it was not compared. A value outside of its band is highlighted."""
     if comparison is None:
         return ""
     expected = text(comparison.predicted) if comparison.predicted is not None else "–"
@@ -73,6 +75,7 @@ def _table_line(label: str, comparison: Comparison | None, text: Text) -> str:
 
 
 def _remarks(prediction_check: PredictionCheck) -> str:
+    """Return sentences about which steps were compared, and how to read the comparison."""
     sentences = [
         f"Steps {prediction_check.steps[0]:,} to {prediction_check.steps[1]:,}, without the first {WARM_UP} of this start; "
         f"{'' if prediction_check.samples else 'step time and '}rates are medians, memory is the fullest rank's."
@@ -105,7 +108,7 @@ def _remarks(prediction_check: PredictionCheck) -> str:
 
 
 def _bars(prediction_check: PredictionCheck) -> str:
-    """Bars of every part on one scale: predicted above measured."""
+    """Return the bars of all parts on one scale, each predicted bar above the measured one."""
     top = max((max(part.measured_seconds, part.predicted_seconds) for part in prediction_check.parts), default=0.0)
     if not top:
         return ""

@@ -1,4 +1,4 @@
-"""The report's picture of the loads of experts: layer × expert, relative to the mean of the layer."""
+"""The report's picture of expert loads: one cell for each layer and expert, relative to the mean of the layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.observe.expert_load_table import expert_load_table
 from meshwright.observe.runfolder import Record
 
 LEVELS = ((0.5, "h0"), (0.9, "h1"), (1.1, "h2"), (1.5, "h3"), (2.0, "h4"), (4.0, "h5"), (math.inf, "h6"))
-"""Upper limits of the load over the layer's mean, with the colour class of each level."""
+"""(upper limit of an expert's load over its layer's mean, colour class) of each level."""
 LABELS = {
     "h0": "under half",
     "h1": "under 0.9",
@@ -21,14 +21,17 @@ LABELS = {
     "h5": "2 to 4",
     "h6": "over 4",
 }
+"""Words for each level in the legend."""
 HEIGHT = 320
+"""Most pixels of the picture's height, if the cells allow it."""
 LEAST_CELL = 4
+"""Least pixels of the height of a cell."""
 MOST_CELL = 28
-"""Most pixels of the picture's height, where its cells allow, and least and most of a cell's."""
+"""Most pixels of the height of a cell."""
 
 
 def expert_loads_card(steps: Sequence[Record]) -> str:
-    """The card of the last recorded loads; empty if no step has loads of the last one's shape."""
+    """Return the card of the newest recorded loads; empty if no step has any."""
     table = expert_load_table(steps)
     if table is None:
         return ""

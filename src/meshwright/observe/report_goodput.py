@@ -1,4 +1,4 @@
-"""The report's card of the goodput breakdown: a stacked bar and a table."""
+"""The report's card about goodput: how the wall time was used, as a stacked bar and a table."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ COLOURS = {
     "waiting_for_data": "c-reduce",
     "idle": "c-event",
 }
+"""CSS class of each use of the wall time."""
 
 
 def goodput_card(breakdown: RunGoodput | None) -> str:
-    """The breakdown as a card; empty without one."""
+    """Return the card of a breakdown of the wall time; empty if there is none."""
     if breakdown is None or not breakdown.wall_seconds:
         return ""
     shares = {name: seconds / breakdown.wall_seconds for name, seconds in breakdown.seconds.items() if seconds > 0}

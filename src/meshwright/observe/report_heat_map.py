@@ -1,4 +1,4 @@
-"""The report's heat map rank × step: compute time relative to the median rank, with a sentence about the slowest rank."""
+"""The report's heat map of ranks and steps: compute time relative to the median rank, and a sentence about the slowest rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from meshwright.observe import number_text
 
 MOST_ROWS = 200
+"""Most rows of the picture, for ranks."""
 MOST_COLUMNS = 400
-"""Most cells of the picture: rows of ranks and columns of steps."""
+"""Most columns of the picture, for steps."""
 LEVELS = ((0.9, "h0"), (0.97, "h1"), (1.03, "h2"), (1.1, "h3"), (1.25, "h4"), (1.5, "h5"), (math.inf, "h6"))
-"""Upper limits of the ratio to the median rank, with the colour class of each level."""
+"""(upper limit of the ratio to the median rank, colour class) of each level."""
 LABELS = {
     "h0": "over 10% shorter",
     "h1": "3% to 10% shorter",
@@ -22,21 +23,25 @@ LABELS = {
     "h5": "25% to 50% longer",
     "h6": "over 50% longer",
 }
+"""Words for each level in the legend."""
 NOTABLE = 0.02
-"""Excess of a rank's median ratio from which the sentence calls it slow."""
+"""A rank is called slow if its median ratio exceeds 1 by at least this."""
 HEIGHT = 320
+"""Most pixels of the picture's height."""
 LEAST_CELL = 4
-"""Most and least pixels: of the picture's height, and of a row's."""
+"""Least pixels of the height of a row."""
 
 Range = tuple[int, int]
+"""(first, last) of a range of ranks or steps."""
 
 
 @dataclass(frozen=True)
 class HeatMapFigures:
-    """Cells of the picture, from `diagnosis.heat_map`.
+    """The cells of the picture, computed by `diagnosis.heat_map`.
 
-    `ratio` has a row for each range of ranks and a value or None for each range of steps. `excess` is, by rank, the median over steps
-    of its time over that of the median rank, less 1.
+    `ratio` has one row for each range of `ranks` and one value for each range of `steps`; None if no time is known.
+    `excess` says for each rank by how much its time exceeds the median rank's, as the median over steps: 0.1 means 10%
+    longer.
     """
 
     ranks: Sequence[Range]
@@ -46,7 +51,7 @@ class HeatMapFigures:
 
 
 def heat_map_card(figures: HeatMapFigures | None) -> str:
-    """The card; empty without figures of at least two ranks."""
+    """Return the card; empty without figures of at least two ranks."""
     if figures is None or not figures.steps or len(figures.excess) < 2:
         return ""
     rows = len(figures.ranks)
@@ -79,7 +84,10 @@ def heat_map_sentence(excess: Mapping[int, float]) -> str:
 
 
 def _runs(ratios: Sequence[float | None]) -> list[tuple[str, int, int]]:
-    """(level, first column, end) of neighbouring cells of one level; cells without a value are left out."""
+    """Return (level, first column, column after the last) of neighbouring cells of one level.
+
+    Cells without a value are skipped.
+    """
     runs: list[tuple[str, int, int]] = []
     for column, ratio in enumerate(ratios):
         if ratio is None:

@@ -1,4 +1,4 @@
-"""Parts of a report other than charts: headline figures, a picture of the plan, memory, samples, tables."""
+"""Parts of a report other than charts: headline figures, the picture of the plan, memory, samples, tables."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from meshwright.spec.plan import LayerStrategy, Plan
 from meshwright.spec.plan_name import axis_with_term, divides_weights, plan_name, zero_stage
 
 MOST_RANKS_DRAWN = 128
-"""Most ranks in the picture of a plan, about."""
+"""Most ranks in the picture of a plan, rounded to whole nodes."""
 MOST_ROWS = 200
 """Most lines of a table."""
 LONG_LABEL = 16
-"""Characters above which the label of a table line wraps."""
+"""The label of a table line wraps if it has more characters than this."""
 SHORT_NAMES = {"context_ring": "ring", "context_ulysses": "Ulysses"}
-"""Short axis names for the narrow boxes of ranks."""
+"""Short names of axes for the narrow boxes of ranks."""
 MOST_SAMPLES = 12
 """Most generated samples that are shown."""
 SAMPLE_CHARACTERS = 3000
-"""Longest text of a sample."""
+"""Most characters of a sample that are shown."""
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n){2,}")
-"""Several blank lines."""
+"""Matches several blank lines in a row."""
 CONFIG_CHARACTERS = 60_000
-"""Longest text of the configuration."""
+"""Most characters of the configuration that are shown."""
 
 
 def tiles(run: RunFolder) -> str:
-    """The headline figures, each with a line of context; unknown figures are left out."""
+    """Return the headline figures, each with a line of context. Unknown figures are left out."""
     tiles_or_none = [
         _loss_tile(run),
         _validation_tile(run),
@@ -54,6 +54,7 @@ def tiles(run: RunFolder) -> str:
 
 
 Tile = tuple[str, str, str] | None
+"""(name, value, context) of a headline figure; None if it is unknown."""
 
 
 def _loss_tile(run: RunFolder) -> Tile:
@@ -80,7 +81,7 @@ def _validation_tile(run: RunFolder) -> Tile:
 
 
 def _accuracy_tile(run: RunFolder) -> Tile:
-    """The accuracy of held-out answers, before the first step and now."""
+    """Return the accuracy of held-out answers now and at the first validation."""
     known = [
         (record["step"], value) for record in run.validations if (value := number(record.get("accuracy"))) is not None
     ]
@@ -141,7 +142,7 @@ def _parameter_tile(run: RunFolder) -> Tile:
 
 
 def memory(run: RunFolder) -> str:
-    """Predicted memory by part above the measured peak, on one scale, with the device's limit."""
+    """Return the figure of memory: predicted parts above the measured peak on one scale, with the device's limit."""
     reserved, allocated = _peaks(run)
     predicted = _predicted_parts(run.plan)
     if reserved is None and not predicted:
@@ -176,7 +177,10 @@ def memory(run: RunFolder) -> str:
 
 
 def _peaks(run: RunFolder) -> tuple[float | None, float | None]:
-    """(peak memory of rank 0, the part allocated by tensors on a GPU); the fullest rank's if the run compared ranks."""
+    """Return (peak memory, the part allocated by tensors on a GPU), in bytes; None if unknown.
+
+    They are of rank 0, or of the fullest rank if the run has compared its ranks.
+    """
     reserved, allocated = (
         max((value for value in column(run.steps, key) if value is not None), default=None)
         for key in ("memory_peak_bytes", "memory_allocated_peak_bytes")
@@ -188,12 +192,12 @@ def _peaks(run: RunFolder) -> tuple[float | None, float | None]:
 
 
 def _comparable_bytes(predicted: Sequence[tuple[str, float]], *, allocated: bool) -> float:
-    """Predicted bytes that are comparable with the measurement: torch does not count the framework's memory."""
+    """Return the predicted bytes that can be compared with the measurement. torch does not count the framework's memory."""
     return sum(size for part, size in predicted if not (allocated and part == "framework"))
 
 
 def _measured_bar(reserved: float, allocated: float | None, expected: float, top: float, line: str) -> str:
-    """The bar of the measured peak; on a GPU allocated memory, followed by the memory reserved beyond it."""
+    """Return the bar of the measured peak. On a GPU it has two parts: allocated memory, and further reserved memory."""
     compared = reserved if allocated is None else allocated
     error_text = f" ({100 * (compared / expected - 1):+.1f}%)" if expected else ""
     inside = f'<i class="measured" style="width:{100 * compared / top:.2f}%"></i>'
@@ -210,6 +214,7 @@ def _bar(label: str, value: str, inside: str) -> str:
 
 
 def _predicted_parts(plan: Plan | None) -> list[tuple[str, float]]:
+    """Return (part, bytes) of the plan's predicted memory; one part "all" if only the peak is known."""
     if plan is None or plan.predicted is None:
         return []
     parts = [(part, number(size)) for part, size in plan.predicted.memory_bytes.items()]
@@ -226,7 +231,7 @@ def _device_memory(run: RunFolder) -> float | None:
 
 
 def plan_picture(run: RunFolder) -> str:
-    """`plan_section` of the run's plan; empty without a plan."""
+    """Return `plan_section` of the run's plan; empty if the run has no plan."""
     per_node = number(run.setting("cluster", "gpus_per_node"))
     if not run.plan:
         return ""
@@ -239,9 +244,11 @@ def plan_section(
     limit: int = MOST_RANKS_DRAWN,
     facts: Sequence[tuple[str, str]] | None = None,
 ) -> str:
-    """A picture of the ranks (about `limit` of many) by node, coloured by model copy, and the plan's facts and reasons.
+    """Return a picture of the plan's ranks by node, and the plan's facts and reasons.
 
-    `facts` are (label, text) pairs; None: batch, precision and strategies, from the plan alone.
+    Ranks have the colour of their copy of the model. About `limit` ranks are drawn, rounded to whole nodes. Without
+    `ranks_per_node`, all ranks are on one node. `facts` are pairs (label, text); without them, batch, precision and
+    strategies are described from the plan alone.
     """
     entries = [("Layout", plan_name(plan)), ("Mesh", _mesh_text(plan))]
     entries += _facts(plan) if facts is None else [(label.capitalize(), text) for label, text in facts]
@@ -259,12 +266,13 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _label_cell(label: str) -> str:
-    """The label cell of a table line; a long list of layer ranges wraps."""
+    """Return the label cell of a table line. A long list of layer ranges may wrap."""
     wraps = ' class="long"' if len(label) > LONG_LABEL else ""
     return f"<th{wraps}>{escape(label)}</th>"
 
 
 def _mesh(plan: Plan, ranks_per_node: int, limit: int) -> str:
+    """Return the picture of the ranks by node, and its key."""
     layout = Layout.of(plan, ranks_per_node)
     drawn_ranks = min(plan.ranks, max(layout.ranks_per_node, limit // layout.ranks_per_node * layout.ranks_per_node))
     nodes = []
@@ -324,7 +332,7 @@ def _precision_text(plan: Plan) -> str:
 
 
 def _strategies(plan: Plan) -> list[tuple[str, str]]:
-    """(layers, strategy), one entry for all layer ranges with the same strategy."""
+    """Return (layers, strategy). Layer ranges with the same strategy share one entry."""
     ranges: dict[str, list[str]] = {}
     for strategy in plan.layers:
         ranges.setdefault(_strategy_text(strategy, gathered=divides_weights(plan)), []).append(strategy.range)
@@ -356,11 +364,12 @@ def _strategy_text(strategy: LayerStrategy, *, gathered: bool) -> str:
 
 
 def samples(run: RunFolder) -> str:
-    """Generated samples after their prompts."""
+    """Return the generated samples, each after its prompt."""
     cards = []
     for sample in run.samples[:MOST_SAMPLES]:
         prompt, text = (str(sample.get(key) or "")[:SAMPLE_CHARACTERS] for key in ("prompt", "text"))
-        # samples.json has the whole text; here a model that has learned little would fill pages with blank lines.
+        # samples.json has the whole text. Without this, the text of a model that has learned little could fill pages
+        # with blank lines.
         text = _BLANK_LINES.sub("\n\n", text.removeprefix(prompt)).rstrip()
         shown = escape(text) or '<span class="aside">  (white space only)</span>'
         cards.append(f'<pre class="sample"><b>{escape(prompt)}</b>{shown}</pre>')
@@ -372,7 +381,7 @@ def samples(run: RunFolder) -> str:
 
 
 def answers(run: RunFolder) -> str:
-    """Answers of the first and the last recorded steps of a run with `rl`, with their rewards."""
+    """Return a table with answers of the first and the newest recorded steps of an RL run, and their rewards."""
     lines = []
     for record in (*run.answers[:1], *run.answers[1:][-MOST_SAMPLES:]):
         found = record.get("answers")
@@ -387,7 +396,7 @@ def answers(run: RunFolder) -> str:
 
 
 def history(run: RunFolder) -> str:
-    """Passes over the data; checkpoints, starts and events, newest last."""
+    """Return tables of passes over the data, checkpoints, starts and events, each with the newest last."""
     checkpoints = [
         f"<tr><td><code>{escape(name)}</code></td><td>{'committed' if committed else 'not committed'}</td></tr>"
         for name, committed in run.checkpoints[-MOST_ROWS:]
@@ -415,7 +424,7 @@ def history(run: RunFolder) -> str:
 
 
 def _start_text(record: Mapping[str, Any]) -> str:
-    """The seconds of a start by phase, as far as they are readable."""
+    """Return words about a start with the seconds of its phases, as far as they can be read."""
     phases, compiler = (
         {str(name): seconds for name, value in part.items() if (seconds := number(value)) is not None}
         if isinstance(part := record.get(key), Mapping)
@@ -434,7 +443,7 @@ def _listing(title: str, items: Sequence[str]) -> str:
 
 
 def environment(run: RunFolder) -> str:
-    """Software and hardware of the run."""
+    """Return the card about software and hardware of the run."""
     cells = [
         f"<div><dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(text[:500])}</dd></div>"
         for key, text in list(_flattened(run.environment))[:MOST_ROWS]
@@ -454,7 +463,7 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[st
 
 
 def config(run: RunFolder) -> str:
-    """The resolved configuration in a collapsed element, with its keys highlighted."""
+    """Return the resolved configuration as a collapsed element with highlighted keys; empty without a configuration."""
     if not run.config_text:
         return ""
     text = run.config_text[:CONFIG_CHARACTERS]
@@ -466,6 +475,6 @@ def config(run: RunFolder) -> str:
 
 
 def notes(texts: Sequence[str]) -> str:
-    """Return the section about missing parts of the report and their reasons; empty without any."""
+    """Return the section that says which parts of the report are missing and why; empty if nothing is missing."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f'<section class="missing"><h2>Not in this report</h2><ul>{items}</ul></section>' if items else ""

@@ -1,4 +1,4 @@
-"""The report's card of the straggler analysis: its sentence, a bar for each cause, the slowest ranks and stages."""
+"""The report's card of the straggler analysis: a sentence, a bar for each cause, and the slowest ranks and stages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 from meshwright.observe import number_text
 
 LISTED = 5
-"""Entries of each list."""
+"""Entries of each list that are shown."""
 
 
 def stragglers_card(diagnosis: Mapping[str, Any] | None, sentence: str = "") -> str:
-    """The JSON values of `diagnosis.stragglers.Diagnosis` with its sentence as a card; empty without them."""
+    """Return the card of a straggler analysis; empty without one.
+
+    `diagnosis` has the JSON values of `diagnosis.stragglers.Diagnosis`, and `sentence` is the analysis in words.
+    """
     if diagnosis is None:
         return ""
     added = {name: max(0.0, value) for name, value in diagnosis["contributions"].items()}

@@ -1,4 +1,4 @@
-"""The report's picture of a pipeline: one measured step over the predicted one, a row for each stage, on one time scale."""
+"""The report's picture of a pipeline: a measured step above the predicted one, one row for each stage, on one time scale."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from meshwright.observe.timeline_svg import NAMES, TimelineBlock, draw_panels, t
 from meshwright.simulator.timeline import Timeline
 
 LEGEND = {**NAMES, "k3": "gathers; measured: waits for collectives", "k7": "messages; measured: waits for them"}
+"""Texts of the legend by colour class."""
 
 
 def pipeline_timeline(
@@ -22,10 +23,11 @@ def pipeline_timeline(
     *,
     guessed: bool,
 ) -> str:
-    """The figure; empty if the run has no pipeline or no complete step of it.
+    """Return the figure; empty if the run has no pipeline, or no step that all its ranks have recorded.
 
-    `ranks` are on one clock. A prediction from `guessed` rates is drawn as long as the measured step. `remark` says why
-    there is no prediction.
+    `ranks` are recordings with times on one clock, and `alignment` says how well the clocks agree. `predicted` is the
+    simulated step. If its rates are only `guessed`, it is drawn as long as the measured step. `remark` says why there
+    is no prediction.
     """
     measured = typical_step(ranks)
     if measured is None or len(measured.ranks) < 2:

@@ -1,7 +1,7 @@
-"""Progress of a run on stdout: plain lines, and a live display below them on a terminal.
+"""Shows the progress of a run on stdout: plain lines and, on a terminal, a live display below them.
 
-Unknown figures are left out; an unknown chip shows no MFU rather than a wrong one. If the terminal closes the display
-ends and the run continues. Warnings and errors go to stderr.
+Unknown figures are left out: for an unknown chip no MFU is shown, rather than a wrong one. If the terminal closes, the
+display ends and the run continues. Warnings and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -22,29 +22,35 @@ from meshwright.events.terminal import wrapped
 from meshwright.observe import number_text
 
 FIRST_LINES = 5
-"""Steps at the start of a run that print a line each."""
+"""Number of steps, at the start of a run, that each print a line."""
 REMEMBERED_STEPS = 50
-"""Newest steps whose mean duration predicts the remaining time."""
+"""The mean duration of this many newest steps predicts the remaining time."""
 JUDGED = (
     ("accuracy", "accuracy"),
     ("margin", "margin"),
     ("likelier", "likelier"),
     ("calibration_error", "calibration error"),
 )
-"""Figures of preferences, and their names here."""
+"""(key, name on screen) of the figures of a preference run."""
 DROPPED_FIRST = ("tok/s/rank", "mem", "lr", "MFU", "grad", "val", "tok/s")
-"""Figures that a step line leaves out, in this order, where it is longer than the terminal is wide; the display below has them."""
+"""Figures that a step line leaves out, in this order, until the line fits on the terminal.
+
+The live display still shows them.
+"""
 RARER_LINES = (
     "from here on not every step has a line: (+N) counts the steps since the line before; metrics.jsonl has them all"
 )
+"""Printed once, when not every step prints a line any more."""
 
 
 class RunProgress:
-    """Shows step lines as they arrive (see observe.metrics.STEP_KEYS); also a context manager.
+    """Shows step lines as they arrive (`observe.metrics.STEP_KEYS`). It is also a context manager.
 
-    `start_step` is the number of steps already done; `samples_before` gives the samples of a number of steps, by default one each.
-    `stream` and `clock` are for tests; they default to stdout and the monotonic clock. `began` is the time on this clock at which the
-    command began, by default now.
+    `total_steps` is the number of steps of the run, and `start_step` the number of steps that are already done. `ranks`
+    is the number of ranks, for the throughput of each. `samples_before(n)` gives the samples of the first n steps; by
+    default each step has one. `show_mfu`: whether MFU is shown. `title` is shown before the progress bar. `stream` and
+    `clock` are for tests, and default to stdout and the monotonic clock. `began` is the time on that clock at which the
+    command began; by default it is now.
     """
 
     def __init__(
@@ -73,15 +79,16 @@ class RunProgress:
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._step_printed = start_step
         self._dropped = 0
-        """How many of `DROPPED_FIRST` step lines leave out; it never falls, so that lines have the same figures."""
+        """How many of `DROPPED_FIRST` step lines leave out. It never decreases, so that later lines have the same figures."""
         self._validation: tuple[int, float | None] | None = None
-        """Step and loss of the last validation."""
+        """Step and loss of the last validation; None before the first."""
         self._record: Mapping[str, Any] = {}
+        """The newest step line."""
         self._console = Console(file=cast(TextIO, _Terminal(stream or sys.stdout)), highlight=False)
         self._live = self._open_live()
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Show one metrics line: a step, or a validation."""
+        """Show one line of the metrics: a step or a validation."""
         if record.get("kind") == "validation":
             self._validation = record["step"], record.get("loss")
             by_source = [f"{name} {_number(loss, '.4f')}" for name, loss in record.get("by_source", {}).items()]
@@ -96,12 +103,12 @@ class RunProgress:
             self._show_step(record)
 
     def note(self, text: str) -> None:
-        """Print a line above the live display, or a plain line in a log."""
+        """Print a line. On a terminal it appears above the live display."""
         shown = wrapped(text, self._console.width) if self._console.is_terminal else text
         self._console.print(Text(shown), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen and release the terminal; safe to call twice."""
+        """Leave the last state on the screen, and release the terminal. It may be called twice."""
         live = self._live
         self._live = None
         if live:
@@ -120,7 +127,7 @@ class RunProgress:
             console=self._console,
             get_renderable=self._display,
             refresh_per_second=4,
-            # If stderr is redirected to a file, warnings must go on to that file, not to the terminal.
+            # If stderr is redirected to a file, warnings must still go to that file, not to the terminal.
             redirect_stderr=sys.stderr.isatty(),
             vertical_overflow="crop",
         )
@@ -140,14 +147,17 @@ class RunProgress:
             self.note(RARER_LINES)
 
     def _line_is_due(self) -> bool:
-        """Whether to print a plain line: for the first and last steps, then every 2 to 30 s, growing with the run's time."""
+        """Whether to print a line: for the first steps and the last one, otherwise every 2 to 30 s.
+
+        The time between lines is 1/100 of the run's time so far: after 10 minutes, a line is printed every 6 s.
+        """
         if self._lines_printed < FIRST_LINES or self._step >= self._total:
             return True
         now = self._clock()
         return now - self._printed_at >= min(30.0, max(2.0, (now - self._began) / 100))
 
     def _plain_line(self) -> str:
-        """The step and its figures; on a terminal those that fit into its width."""
+        """Return the line of a step with its figures; on a terminal only as many figures as fit."""
         since = self._step - self._step_printed
         step = f"step {self._step:>{len(str(self._total))}}/{self._total}{f' (+{since})' if since > 1 else ''}"
         figures = self._figures()
@@ -190,13 +200,13 @@ class RunProgress:
         return grid
 
     def _state(self, seconds_left: float | None) -> str:
-        """What the bar says last. After the last step a run still validates and writes a checkpoint."""
+        """Return the last word of the progress bar. After the last step, a run is still "finishing": it validates and saves."""
         if self._step >= self._total:
             return "finishing"
         return "starting" if seconds_left is None else f"{number_text.clock(seconds_left)} left"
 
     def _figure_lines(self) -> list[Text]:
-        """Every figure, on as many lines as the terminal's width needs."""
+        """Return every figure, on as many lines as the width of the terminal needs."""
         lines = [Text()]
         for name, value in self._figures():
             cell = Text.assemble((f"{name} ", "dim"), (value, "bold" if name == "loss" else ""))
@@ -206,7 +216,10 @@ class RunProgress:
         return lines
 
     def _figures(self) -> list[tuple[str, str]]:
-        """Label and text of every known figure of the newest step, most important first; the last validation's label has its step."""
+        """Return (label, text) of every known figure of the newest step, the most important first.
+
+        The label of the last validation contains its step, for example "val@500".
+        """
         record = self._record
         if not record:
             return []
@@ -227,7 +240,10 @@ class RunProgress:
         return [(name, text) for name, text in figures if text is not None]
 
     def _seconds_left(self) -> float | None:
-        """Seconds for the samples of the remaining steps at the recent pace, including validations and checkpoints."""
+        """Return the seconds for the remaining steps at the recent speed; None if unknown.
+
+        The speed is in samples per second, and includes the time of validations and checkpoints.
+        """
         if self._step >= self._total:
             return 0.0
         if len(self._arrivals) < 2:
@@ -241,7 +257,7 @@ class RunProgress:
 
 
 class _Terminal:
-    """A text stream that ignores writes after its terminal has closed; metrics.jsonl still has every figure."""
+    """A text stream that ignores all output after its terminal has closed. metrics.jsonl still has every figure."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -269,12 +285,12 @@ class _Terminal:
             return
         try:
             call()
-        except (OSError, ValueError):  # a closed pipe or pty, or a closed Python file
+        except (OSError, ValueError):  # OSError: the pipe or terminal is closed; ValueError: the Python file is
             self._closed = True
 
 
 def _number(value: float | None, form: str) -> str:
-    """A figure that every step has: a value that is not finite is shown as such (the metrics line has null)."""
+    """Format a figure that every step has. None means "not finite": a metrics line has null for such a number."""
     return "not finite" if value is None or value != value else format(value, form)
 
 

@@ -1,4 +1,4 @@
-"""Reads a run's folder for the report; every file is optional, and missing or unreadable ones are reported."""
+"""Reads a run's folder for the report. Every file is optional; files that are missing or cannot be read are noted."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ from meshwright.spec.plan_keys import PlanKeys, plan_of
 from meshwright.spec.run import ModelSection
 
 Record = Mapping[str, Any]
+"""One object of a JSON file or of metrics.jsonl."""
 BENCHMARKS = "benchmarks.json"
-"""File of the results of `meshwright bench`; most runs have none."""
+"""File with the results of `meshwright bench`. Most runs have none."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The content of a run's folder. `notes` names missing and unreadable files."""
+    """The content of a run's folder. `notes` lists files that are missing or cannot be read.
+
+    `steps`, `validations`, `events`, `starts` and `answers` are the lines of metrics.jsonl by kind, in the order of
+    steps.
+    """
 
     path: Path
     steps: tuple[Record, ...]
@@ -36,7 +41,7 @@ class RunFolder:
     events: tuple[Record, ...]
     starts: tuple[Record, ...]
     answers: tuple[Record, ...]
-    """Of a run with `rl`: questions of some steps, each with answers and rewards."""
+    """For an RL run: questions of some steps, each with answers and rewards."""
     prediction_check: PredictionCheck | None
     goodput: RunGoodput | None
     config: Record
@@ -46,8 +51,9 @@ class RunFolder:
     summary: Record
     samples: tuple[Record, ...]
     benchmarks: tuple[Record, ...]
-    """Results of `meshwright bench`, oldest first (`observe.report_benchmarks`)."""
+    """Results of `meshwright bench`, the oldest first (`observe.report_benchmarks`)."""
     checkpoints: tuple[tuple[str, bool], ...]
+    """(name, whether it was committed) of each checkpoint folder."""
     notes: tuple[str, ...]
 
     @property
@@ -56,7 +62,7 @@ class RunFolder:
 
     @property
     def parameters(self) -> int | None:
-        """Stored weights of the configured model, or None if the configuration is incomplete."""
+        """Number of stored weights of the configured model; None if the configuration is incomplete."""
         try:
             spec = from_plain(ModelSection, self.config["model"])
             return parameter_count(spec) if spec.vocab_size else None
@@ -64,7 +70,7 @@ class RunFolder:
             return None
 
     def setting(self, *keys: str) -> Any:
-        """A value of the resolved configuration, or None."""
+        """Return a value of the resolved configuration, given by its nested keys; None if it is missing."""
         value: Any = self.config
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -72,7 +78,7 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """The content of `folder` for a report."""
+    """Read the content of `folder` for a report."""
     notes: list[str] = []
     records = _metrics(folder / "metrics.jsonl", notes)
     config = _yaml(folder / "config.yaml", notes)
@@ -103,13 +109,14 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def number(value: Any) -> float | None:
-    """`value` if it is a finite number small enough to draw, else None."""
+    """Return `value` as float if it is a finite number that is small enough to draw, else None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < 1e30 else None  # no comparison with NaN is true
+    # NaN is left out, since no comparison with it is true.
+    return float(value) if is_number and abs(value) < 1e30 else None
 
 
 def column(records: Sequence[Record], key: str, *inner: str) -> list[float | None]:
-    """The values of a key (or of a key of nested mappings) in every line."""
+    """Return the value of a key, or of nested keys, in every record; None where it is missing or no number."""
     values: list[Any] = [record.get(key) for record in records]
     for name in inner:
         values = [value.get(name) if isinstance(value, Mapping) else None for value in values]
@@ -136,7 +143,7 @@ def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _prediction_check(records: Sequence[Record], notes: list[str]) -> PredictionCheck | None:
-    """The newest prediction check of predicted and measured figures."""
+    """Return the newest check of the prediction against measured figures; None if there is none."""
     if not records:
         return None
     try:
@@ -172,7 +179,7 @@ def _json(path: Path, notes: list[str], expected_type: type) -> Any:
 
 
 def _benchmarks(path: Path, notes: list[str]) -> tuple[Record, ...]:
-    """The results in the file; each has a task, a step and metrics."""
+    """Return the results in the file that have metrics; none if there is no file."""
     results = (_json(path, notes, list) or []) if path.exists() else []
     return tuple(result for result in results if isinstance(result, dict) and isinstance(result.get("metrics"), dict))
 
@@ -187,9 +194,10 @@ def _yaml(path: Path, notes: list[str]) -> Any:
 
 
 def read_plan(path: Path, notes: list[str], config: Any = None) -> Plan | None:
-    """The plan in a file; None with a line in `notes` if there is none, or it cannot be read.
+    """Return the plan in a file. If it is missing or cannot be read, add a line to `notes` and return None.
 
-    With the `config` of its run, if that is valid, axes that cross nodes say so.
+    `config` is the run's configuration. If its cluster section is valid, axes of the plan that cross nodes are marked
+    so.
     """
     data = _yaml(path, notes)
     if data is None:
@@ -206,7 +214,7 @@ def read_plan(path: Path, notes: list[str], config: Any = None) -> Plan | None:
 
 
 def _checkpoints(folder: Path) -> tuple[tuple[str, bool], ...]:
-    """Checkpoint folders in order, each with whether it was committed."""
+    """Return (name, whether it was committed) of each checkpoint folder, in the order of steps."""
     if not folder.is_dir():
         return ()
     folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))

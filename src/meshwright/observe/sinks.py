@@ -1,7 +1,8 @@
-"""Optional receivers of metrics besides metrics.jsonl: TensorBoard and Weights & Biases, in the background.
+"""Optional receivers of metrics in addition to metrics.jsonl: TensorBoard and Weights & Biases.
 
-One background thread serves all sinks from one bounded queue. A slow sink loses lines but never delays training; a
-failing sink is switched off with one warning. metrics.jsonl is written separately and is complete.
+One background thread serves all of them from one queue of limited length. A slow receiver misses lines, but never
+delays training. A receiver that fails is switched off with one warning. metrics.jsonl is written separately and is
+complete.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ Record = Mapping[str, Any]
 
 
 HPARAM_METRICS = ("train/loss", "validation/loss", "train/tokens_per_second")
-"""Scalars that TensorBoard shows beside hyperparameters."""
+"""Scalars that TensorBoard shows next to the hyperparameters."""
 HPARAM_SECTIONS = ("seed", "model", "data", "train", "plan", "cluster")
-"""Sections of the configuration with hyperparameters."""
+"""Sections of the configuration whose keys are shown as hyperparameters."""
 
 
 class Sink(Protocol):
-    """A receiver of metrics lines (observe.metrics), called from the sink thread only."""
+    """A receiver of metrics lines (`observe.metrics`). Only the background thread calls it."""
 
     name: str
 
@@ -37,7 +38,11 @@ class Sink(Protocol):
 
 
 class SinkThread:
-    """Passes records to sinks in the background; `dropped` counts records for which the queue had no space."""
+    """Passes records to sinks in a background thread.
+
+    `dropped` counts the records that were lost because the queue was full. `warn` receives warnings. `capacity` is the
+    length of the queue.
+    """
 
     def __init__(self, sinks: Sequence[Sink], warn: Callable[[str], None], capacity: int = 1000) -> None:
         self.dropped = 0
@@ -49,7 +54,7 @@ class SinkThread:
             self._thread.start()
 
     def put(self, record: Record) -> None:
-        """Queue a record; returns at once."""
+        """Queue a record. This never waits."""
         if not self._thread.is_alive():
             return
         try:
@@ -60,7 +65,7 @@ class SinkThread:
                 self._warn("metrics sinks are too slow: some steps will be missing there (metrics.jsonl has them all)")
 
     def close(self, timeout: float = 15.0) -> None:
-        """Deliver queued records and close the sinks within `timeout` seconds; sinks that take longer are abandoned."""
+        """Deliver the queued records and close the sinks. Sinks that need more than `timeout` seconds are abandoned."""
         if not self._thread.is_alive():
             return
         deadline = time.monotonic() + timeout
@@ -83,7 +88,7 @@ class SinkThread:
             self._guard(sink, sink.close)
 
     def _guard(self, sink: Sink, call: Callable[[], None]) -> None:
-        """Call a sink; any exception of third-party code disables that sink and never ends the run."""
+        """Call a sink. If third-party code raises an exception, the sink is switched off, and the run continues."""
         try:
             call()
         except Exception as error:
@@ -94,10 +99,10 @@ class SinkThread:
 def open_sinks(
     spec: ObserveSpec, folder: Path, config: Mapping[str, Any], warn: Callable[[str], None], resume_from: int = 0
 ) -> SinkThread:
-    """The sinks of a run, served in the background.
+    """Open the sinks of a run, and serve them in the background.
 
-    `folder` is the run's folder and names the run; `config` is its resolved configuration. Raises BadInput if a package
-    is missing.
+    `folder` is the run's folder, whose name is the run's name. `config` is the resolved configuration. `resume_from` is
+    the step after which the run continues. Raises BadInput if a package is missing.
     """
     check_sinks(spec)
     sinks: list[Sink] = []
@@ -118,9 +123,10 @@ def check_sinks(spec: ObserveSpec) -> None:
 
 
 class TensorBoardSink:
-    """Event files in `folder`; on resume TensorBoard hides records of earlier attempts after step `resume_from`.
+    """Writes TensorBoard's event files in `folder`.
 
-    The keys of `config` are the run's hyperparameters on TensorBoard's page HPARAMS, beside `HPARAM_METRICS`.
+    On a resume, TensorBoard hides records of earlier attempts after step `resume_from`. The keys of `config` are shown
+    as hyperparameters on the page HPARAMS, with `HPARAM_METRICS`.
     """
 
     name = "TensorBoard"
@@ -131,7 +137,7 @@ class TensorBoardSink:
 
         self._writer = SummaryWriter(str(folder), purge_step=resume_from + 1 if resume_from else None)
         if values := dict(hyperparameters(config or {})):
-            # Into the same files: `add_hparams` would make a second run of them.
+            # Write them into the same files. The method `add_hparams` would create a second run.
             files: Any = self._writer._get_file_writer()
             for summary in hparams(values, dict.fromkeys(HPARAM_METRICS, 0.0)):
                 files.add_summary(summary)
@@ -145,7 +151,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A W&B run for each attempt, grouped under the run's name; `WANDB_MODE=offline` keeps it on disk."""
+    """Creates a W&B run for each attempt.
+
+    The runs are grouped under the name of the run. `WANDB_MODE=offline` keeps them on disk.
+    """
 
     name = "Weights & Biases"
 
@@ -179,7 +188,7 @@ class WandbSink:
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers of a line as (`kind/key`, value), nested keys joined by `/`; `step` and text are left out."""
+    """Yield (`kind/key`, value) for each number of a line. Nested keys are joined with `/`. `step` and texts are left out."""
     section = {"step": "train"}.get(record.get("kind", "step"), record.get("kind"))
     for key, value in record.items():
         entries = value.items() if isinstance(value, Mapping) else [("", value)]
@@ -190,7 +199,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def hyperparameters(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | str | bool]]:
-    """The keys of a configuration with a number, text or truth value, by dotted name; lists and keys without a value are left out."""
+    """Yield (dotted key, value) for each key of a configuration with a number, text or boolean. Other keys are left out."""
     for key, value in config.items():
         name = f"{prefix}{key}"
         if not prefix and key not in HPARAM_SECTIONS:

@@ -1,4 +1,4 @@
-"""Trace for Perfetto of the recorded spans of all ranks of a run, on one clock."""
+"""Writes the recorded spans of all ranks of a run as a trace for Perfetto, with times on one clock."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ LANES = {
     "send": "send",
     "garbage_collection": "host",
 }
-"""By phase the lane of the trace; others are in `step`."""
+"""Lane of the trace by phase. Phases that are not listed are in the lane `step`."""
 
 
 def write_span_trace(folder: Path, file: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Write the spans of the newest start of a run; returns the figures of the trace, which the file has as `otherData`.
+    """Write the spans of the newest start of a run into `file`.
 
-    Raises BadInput if the run has no spans, or none in `steps` (first and last).
+    Return the trace's figures, which the file has as `otherData`.
+
+    `steps` (first, last) limits the trace to these steps. Raises BadInput if the run has no spans, or none of these
+    steps.
     """
     starts = starts_with_spans(folder)
     ranks, notes = read_spans(starts[-1]) if starts else ([], [])
@@ -59,7 +62,9 @@ def write_span_trace(folder: Path, file: Path, steps: tuple[int, int] | None = N
 def trace_spans(
     ranks: Sequence[RankSpans], alignment: ClockAlignment, origin: int, steps: tuple[int, int] | None
 ) -> Iterator[Span]:
-    """The records of all ranks as spans, in seconds from `origin`, a Unix time in ns of the first host."""
+    """Yield the records of all ranks as spans, with times in seconds after `origin` (Unix time in ns on the first
+    host's clock).
+    """
     for rank in ranks:
         shift = alignment.offset_ns[rank.header["host"]] - origin
         for record in rank.records:

@@ -1,8 +1,8 @@
-"""Line, point and stacked charts as inline SVG, with the numbers for interactive reading.
+"""Draws line, point and stacked charts as inline SVG, and lists their numbers for the page's script.
 
-The drawing is stretched to the width of the page: x runs from 0 to 1000, y is in CSS pixels, and strokes keep their
-width. Axis labels are HTML at percent positions, so text never scales. The page's script (template/report.js) moves the
-same points when another x axis is selected.
+A drawing is stretched to the width of the page: x runs from 0 to 1000, y is in CSS pixels, and lines keep their width.
+Axis labels are HTML at positions in percent, so text is never stretched. When the reader selects another x axis, the
+page's script (template/report.js) moves the points.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from meshwright.observe import number_text
 from meshwright.observe.curves import Values, tick_labels, ticks, value_range
 
 WIDTH = 1000
-"""Width of a drawing in its own units."""
+"""Width of a drawing in units of its view box."""
 Format = Literal["loss", "short", "percent", "seconds", "scientific"]
+"""How the numbers of a chart are written."""
 _FORMATS = {
     "loss": "{:.4f}".format,
     "short": number_text.short,
@@ -30,7 +31,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Axis:
-    """An x axis: its name, limits and ticks."""
+    """An x axis. `key` selects the x values in a `Table`; `ticks` are (value, label)."""
 
     key: str
     label: str
@@ -39,22 +40,30 @@ class Axis:
     ticks: tuple[tuple[float, str], ...]
 
     def position(self, value: float) -> float:
-        """The relative position of `value`, 0 to 1; values outside of the axis are at its ends."""
+        """Return the relative position of `value`, from 0 to 1. A value outside of the limits is put at the nearer limit."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
 
 Table = dict[str, list[float]]
-"""x values of points, by axis key.
-The table of a stacked chart has the edges of its columns: one more than its points."""
+"""x values of points, by the key of the axis.
+
+The table of a stacked chart has the edges of the columns, so it has one value more than there are columns.
+"""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: `values` at the x values of `table`.
-    `colour` is a CSS class; `shown` is its legend text while no point is selected. Points of the shape `marks` are dots at the x
-    positions of events. Their y values are no data, so the legend and the limits of the y axis leave them out. Equal values of
-    two series stay visible if the earlier one has `rings` (hollow points) below points, or the later one `dashes` above a line;
-    both are for pages without a script."""
+    """A curve: `values` at the x values of the table named `table`.
+
+    `colour` is a CSS class. `shown` is the value in the legend while no point is selected; by default it is the last
+    value.
+
+    Points of the shape `marks` are dots at the x positions of events. Their y values mean nothing, so the legend and
+    the limits of the y axis ignore them.
+
+    Two series with equal values stay visible, also without the script, if the earlier one has `rings` (hollow points)
+    under points, or if the later one has `dashes` over a line.
+    """
 
     label: str
     colour: str
@@ -66,7 +75,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A titled plot with one y axis. Columns are stacked in series order; `reference` is a labelled level."""
+    """A plot with a title and one y axis.
+
+    Columns are stacked in the order of the series. `reference` is (label, level) of a horizontal line. `from_zero`: the
+    y axis includes 0. `height` is in pixels.
+    """
 
     key: str
     title: str
@@ -77,21 +90,21 @@ class Chart:
     height: int = 200
     reference: tuple[str, float] | None = None
     outliers: bool = False
-    """Whether the y axis includes values far above the others."""
+    """Whether the y axis also covers values that are far above the others."""
 
     @cached_property
     def limits(self) -> tuple[float, float]:
-        """Limits of the y axis."""
+        """Limits (low, high) of the y axis."""
         levels = [self.reference[1]] if self.reference else []
         return value_range([*self._drawn_values(), *levels], from_zero=self.from_zero, outliers=self.outliers)
 
     def y(self, value: float) -> float:
-        """Pixels from the top; values outside of the axis are at its edge."""
+        """Return the pixels from the top for a value. A value outside of the limits is put at the edge."""
         low, high = self.limits
         return round(self.height * min(1.0, max(0.0, (high - value) / (high - low))), 1)
 
     def values_above(self) -> list[float]:
-        """Values above the upper limit of the y axis, which are drawn at it."""
+        """Return the values above the upper limit of the y axis, which are drawn at the edge."""
         return [value for value in self._drawn_values() if value is not None and value > self.limits[1]]
 
     def _drawn_values(self) -> list[float | None]:
@@ -102,7 +115,7 @@ class Chart:
 
 
 def draw(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
-    """The chart as an HTML figure."""
+    """Return the chart as an HTML figure, drawn over `axis`. `tables` has the x values of its series."""
     levels = ticks(*chart.limits, chart.height // 45)
     grid = "".join(f"M0,{chart.y(level)}H{WIDTH}" for level in levels)
     labels = "".join(
@@ -123,7 +136,7 @@ def draw(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
 
 
 def numbers(chart: Chart) -> dict[str, Any]:
-    """The numbers with which the page's script moves and reads out points."""
+    """Return the numbers that the page's script needs to move points and to show their values."""
     low, high = chart.limits
     return {
         "low": low,
@@ -138,7 +151,7 @@ def numbers(chart: Chart) -> dict[str, Any]:
 
 
 def _unit(chart: Chart) -> str:
-    """The unit, with a note about values above the upper limit of the y axis."""
+    """Return the unit, with a note if values are above the upper limit of the y axis."""
     above = chart.values_above()
     largest = _FORMATS[chart.format](max(above)) if above else ""
     hidden = f"{len(above):,} value{'s' * (len(above) > 1)} above the chart, up to {largest}" if above else ""
@@ -146,6 +159,7 @@ def _unit(chart: Chart) -> str:
 
 
 def _curves(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
+    """Return the SVG paths of all series. Columns are stacked on the columns of the series before."""
     paths = []
     base: list[float] = []
     for index, series in enumerate(chart.series):
@@ -168,7 +182,10 @@ def _curves(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
 
 
 def _line(xs: Sequence[float], ys: Values, *, joined: bool) -> str:
-    """A polyline with gaps where y is None; a single point is a dot (a line of no length with round ends)."""
+    """Return an SVG path through the points, with gaps where y is None.
+
+    Each separate point is drawn as a line of length 0 with round ends, which is a dot.
+    """
     commands: list[str] = []
     pen_down = False
     for x, y in zip(xs, ys, strict=True):
@@ -179,7 +196,7 @@ def _line(xs: Sequence[float], ys: Values, *, joined: bool) -> str:
 
 
 def _columns(edges: Sequence[float], bases: Sequence[float], tops: Sequence[float]) -> str:
-    """A closed outline of adjoining columns: along their tops and back along their bases."""
+    """Return an SVG path around adjoining columns: along their tops, and back along their bases."""
     if not tops:
         return ""
     along_tops = "".join(f"V{top:g}H{edge:g}" for top, edge in zip(tops, edges[1:], strict=True))
@@ -190,6 +207,7 @@ def _columns(edges: Sequence[float], bases: Sequence[float], tops: Sequence[floa
 
 
 def _legend(chart: Chart) -> str:
+    """Return the legend: each series with its last value, or with its own text."""
     items = []
     for index, series in enumerate(chart.series):
         newest = (
@@ -205,6 +223,7 @@ def _legend(chart: Chart) -> str:
 
 
 def _level_labels(chart: Chart, levels: Sequence[float]) -> list[str]:
+    """Return the labels of the y axis's levels, in the chart's format."""
     if chart.format == "percent":
         return [f"{text}%" for text in tick_labels([100 * level for level in levels])]
     if chart.format == "seconds":

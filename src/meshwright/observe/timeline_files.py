@@ -1,4 +1,4 @@
-"""Timeline files of a job: the recordings of all ranks on one clock, their trace with the predicted step, the summary."""
+"""Makes the timeline files of a job: recordings of all ranks on one clock, a trace with the predicted step, and a summary."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from meshwright.simulator.timeline import Timeline
 from meshwright.spec.layout import Layout
 
 ALIGNED = "clocks aligned"
-"""Name of the mark that every rank sets right after an all-reduce over all ranks: the same moment on all clocks."""
+"""Name of a mark that every rank sets right after an all-reduce over all ranks, which is nearly the same moment on all
+ranks.
+"""
 UNSCHEDULED_LANES = ("step", "mark", "offload", "fetch")
-"""Lanes without actions of the schedule: waits for data, marks, copies to host memory and back."""
+"""Lanes without actions of the schedule: waits for data, marks, and copies to and from host memory."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The recorded steps of one rank, and the times of its alignment marks (`ALIGNED`)."""
+    """The recorded steps of one rank, and the times in seconds of its marks `ALIGNED`."""
 
     steps: tuple[StepSpans, ...]
     marks: tuple[float, ...]
 
     @classmethod
     def of(cls, recorded: Iterable[StepSpans]) -> Recording:
-        """The recording of the result of `StepRecorder.take`. Its entries for step 0 (spans between steps) only give marks."""
+        """Return the recording of what `StepRecorder.take` returned. Of spans between steps (step 0), only marks are kept."""
         recorded = tuple(recorded)
         marks = (span.start for step in recorded for span in step.spans if span.lane == "mark" and span.name == ALIGNED)
         return cls(tuple(step for step in recorded if step.step > 0), tuple(marks))
@@ -43,7 +45,7 @@ class Recording:
         return Recording(tuple(steps), tuple(mark + seconds for mark in self.marks))
 
     def to_bytes(self) -> bytes:
-        """Compressed JSON, to be sent between ranks."""
+        """Return the recording as compressed JSON, to send it to another rank."""
         return gzip.compress(json.dumps(asdict(self)).encode(), 1)
 
     @classmethod
@@ -57,10 +59,12 @@ class Recording:
 
 
 def on_one_clock(recordings: Sequence[Recording]) -> tuple[list[Recording], float]:
-    """(recordings by rank on rank 0's clock, with its first mark at 0; largest remaining difference of corresponding marks).
+    """Return (recordings on rank 0's clock, with its first mark at 0; largest remaining difference between marks in
+    seconds).
 
-    A rank's clock is shifted, never stretched, to fit its marks best. The remaining difference contains both the spread
-    of an all-reduce's end over ranks and the drift of clocks in the window.
+    `recordings` has one entry for each rank. Each rank's clock is shifted, never stretched, so that its marks fit best.
+    The remaining difference has two causes: an all-reduce ends at slightly different times on the ranks, and clocks
+    drift.
     """
     first_marks = recordings[0].marks
     from_first_mark = [recording.shifted(-recording.marks[0]) for recording in recordings]
@@ -78,18 +82,18 @@ def on_one_clock(recordings: Sequence[Recording]) -> tuple[list[Recording], floa
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """The recorded steps of a job: for each step a timeline per pipeline group."""
+    """The recorded steps of a job, with one timeline for each step and pipeline group."""
 
     layout: Layout
     recordings: tuple[Recording, ...]
     clock_error_seconds: float
     steps: tuple[int, ...]
     timelines: tuple[tuple[tuple[Timeline, float], ...], ...]
-    """By step and pipeline group: the timeline, and the time of its first action."""
+    """[step][pipeline group]: (timeline, time of its first action in seconds)."""
 
     @classmethod
     def of(cls, schedule: Schedule, layout: Layout, recordings: Sequence[Recording]) -> RecordedSteps:
-        """Timelines of the recordings by rank. Raises ValueError if a rank did not follow the schedule."""
+        """Make the timelines from the recordings of all ranks. Raises ValueError if a rank did not follow the schedule."""
         aligned, error = on_one_clock(recordings)
         numbers = tuple(step.step for step in aligned[0].steps)
         timelines = tuple(
@@ -103,14 +107,14 @@ class RecordedSteps:
 
 
 def pipeline_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Groups of ranks that differ only along the pipeline axis, in its order."""
+    """Return the groups of ranks that differ only in their pipeline coordinate, each in the order of that coordinate."""
     return layout.groups("pipeline") if layout.size("pipeline") > 1 else tuple((rank,) for rank in range(layout.ranks))
 
 
 def trace_spans(measured: RecordedSteps, predicted: Timeline | None) -> Iterator[Span]:
-    """Spans of every rank's steps; the predicted pipeline ranks have the lowest numbers.
+    """Yield the spans of every rank's steps for the trace.
 
-    A predicted step begins when the measured step begins.
+    The predicted pipeline ranks come first in the numbering. A predicted step begins at the time of the measured one.
     """
     first_rank = measured.layout.size("pipeline") if predicted else 0
     for number, (step, timelines) in enumerate(zip(measured.steps, measured.timelines, strict=True)):
@@ -126,7 +130,7 @@ def trace_spans(measured: RecordedSteps, predicted: Timeline | None) -> Iterator
 
 
 def trace_names(layout: Layout, *, predicted: bool) -> dict[int, str]:
-    """The name of every process of the trace."""
+    """Return the name of each process of the trace, by its number."""
     pipeline = layout.size("pipeline")
     names = {rank: f"predicted: pipeline rank {rank}" for rank in range(pipeline if predicted else 0)}
     for rank in range(layout.ranks):
@@ -136,7 +140,10 @@ def trace_names(layout: Layout, *, predicted: bool) -> dict[int, str]:
 
 
 def summary(measured: RecordedSteps, predicted: Timeline | None, not_predicted_because: str | None) -> dict[str, Any]:
-    """Figures of the window: means over steps and pipeline groups, in seconds per step."""
+    """Return the figures of the recorded steps: means over steps and pipeline groups, in seconds per step.
+
+    `predicted` is the simulated step; if there is none, `not_predicted_because` says why.
+    """
     by_step = [_mean_figures([figures(timeline) for timeline, _ in timelines]) for timelines in measured.timelines]
     all_timelines = [timeline for timelines in measured.timelines for timeline, _ in timelines]
     by_rank = zip(*(timeline.compute_seconds for timeline in all_timelines), strict=True)
@@ -156,14 +163,14 @@ def summary(measured: RecordedSteps, predicted: Timeline | None, not_predicted_b
 
 
 def figures(timeline: Timeline) -> dict[str, float]:
-    """The figures of a timeline, measured or predicted; `closing` is the gradient norm and the optimizer."""
+    """Return the figures of a measured or predicted timeline. `closing` is the time of gradient norm and optimizer."""
     exposed = {f"exposed_{axis}": seconds for axis, seconds in timeline.exposed.items()}
     parts = {name: timeline.breakdown[name] for name in ("compute", "closing", "idle")}
     return {"step_seconds": timeline.step_seconds, "bubble": timeline.bubble, **parts, **exposed}
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """A summary as lines: measured and predicted."""
+    """Return a summary as lines of text, with columns for measured and predicted figures."""
     measured = summary["measured"]
     predicted = summary["predicted"] or {}
     lines = [f"{'':22s}{'measured':>12s}" + (f"{'predicted':>12s}" if predicted else "")]

@@ -1,4 +1,4 @@
-"""Timelines of a step as inline SVG: for each pipeline rank its compute and, below it, its transfers."""
+"""Draws timelines of a step as inline SVG. Each pipeline rank has a lane for compute, and below it a lane for transfers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from meshwright.schedules.action import COMPUTE
 from meshwright.simulator.timeline import Timeline
 
 WIDTH = 1000
+"""Width of a drawing in units of its view box."""
 LANE_HEIGHT = 20
+"""Pixels of the height of the lane for compute."""
 TRANSFER_HEIGHT = 7
+"""Pixels of the height of the lane for transfers."""
 GAP = 9
-"""Width of a drawing in its own units; heights of compute and transfers, and the gap between ranks, in pixels."""
+"""Pixels between two ranks."""
 PITCH = LANE_HEIGHT + TRANSFER_HEIGHT + GAP
+"""Pixels from the top of one rank to the top of the next."""
 RANKS_DRAWN = 16
 """Most ranks in a drawing."""
 SEAM = 1.0
-"""Gap, in units of the width, below which neighbouring blocks of one colour are joined."""
+"""Neighbouring blocks of one colour are joined if the gap between them is below a quarter of this, in units of the width."""
 COLOURS = {
     "forward": "k0",
     "forward_only": "k0",
@@ -35,7 +39,7 @@ COLOURS = {
     "send": "k7",
     "recv": "k7",
 }
-"""The report's colour class of each operation."""
+"""The report's colour class of each kind of action."""
 NAMES = {
     "k0": "forward",
     "k4": "backward (of inputs, where it is split)",
@@ -45,10 +49,14 @@ NAMES = {
     "k5": "gradient sums",
     "k7": "messages",
 }
+"""Texts of the legend by colour class."""
 
 
 class TimelineBlock(NamedTuple):
-    """A period of a pipeline rank in seconds; `computes` tells the lane, `colour` is the report's class."""
+    """A period of one pipeline rank, in seconds.
+
+    `computes` selects the lane; `colour` is one of the report's colour classes.
+    """
 
     rank: int
     computes: bool
@@ -58,7 +66,7 @@ class TimelineBlock(NamedTuple):
 
 
 def timeline_blocks(timeline: Timeline) -> list[TimelineBlock]:
-    """The operations of a timeline that take time."""
+    """Return a block for each action of a timeline that takes time."""
     return [
         TimelineBlock(
             rank,
@@ -73,7 +81,7 @@ def timeline_blocks(timeline: Timeline) -> list[TimelineBlock]:
 
 
 def draw_timeline(timeline: Timeline, title: str, note: str = "") -> str:
-    """The timeline as an HTML figure in the report's style; of many ranks the first and the last."""
+    """Return the timeline as an HTML figure in the report's style. Of many ranks, only the first and the last are drawn."""
     end = max(record[4] for record in timeline.records)
     frame = _frame(timeline_blocks(timeline), timeline.schedule.ranks, end, title, "rank")
     used = {COLOURS[record[2].op] for record in timeline.records if record[2].op in COLOURS}
@@ -85,9 +93,9 @@ def draw_timeline(timeline: Timeline, title: str, note: str = "") -> str:
 def draw_panels(
     title: str, panels: Sequence[tuple[str, Sequence[TimelineBlock]]], ranks: int, note: str, names: dict[str, str]
 ) -> str:
-    """Labelled timelines of `ranks` stages, one below the other on one time scale, as an HTML figure with a time axis.
+    """Return several timelines as an HTML figure, one below the other, with one time scale and axis.
 
-    `names` are the legend's texts by colour.
+    `panels` are (label, blocks) of `ranks` stages each. `names` are the texts of the legend by colour.
     """
     end = max(block.end for _, blocks in panels for block in blocks)
     frames = "".join(
@@ -115,7 +123,7 @@ def _legend(used: set[str], names: dict[str, str]) -> str:
 
 
 def _frame(blocks: Sequence[TimelineBlock], ranks: int, end: float, title: str, unit: str) -> str:
-    """The drawing of all shown ranks with their labels; `end` seconds are its width."""
+    """Return the drawing of all shown ranks with their labels. Its width is `end` seconds."""
     shown = (
         range(ranks) if ranks <= RANKS_DRAWN else [*range(RANKS_DRAWN // 2), *range(ranks - RANKS_DRAWN // 2, ranks)]
     )
@@ -133,7 +141,7 @@ def _frame(blocks: Sequence[TimelineBlock], ranks: int, end: float, title: str, 
 
 
 def _rank(blocks: Iterable[TimelineBlock], top: float, scale: float) -> str:
-    """Blocks of one rank: a path for each colour, compute in the high lane, transfers in the low one below."""
+    """Return the blocks of one rank, with one path for each colour and lane. `scale` is units of width per second."""
     spans_by_path: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
     for block in blocks:
         spans_by_path[block.computes, block.colour].append((block.start * scale, block.end * scale))
@@ -146,7 +154,7 @@ def _rank(blocks: Iterable[TimelineBlock], top: float, scale: float) -> str:
 
 
 def _outlines(spans: Iterable[tuple[float, float]], top: float, height: float) -> str:
-    """Outlines of the spans; consecutive units of one pass are one block, with a small gap to the next pass."""
+    """Return an SVG path around the spans. Consecutive units of one pass are joined; a small gap separates passes."""
     joined: list[list[float]] = []
     for start, end in sorted(spans):
         if joined and start - joined[-1][1] < SEAM / 4:

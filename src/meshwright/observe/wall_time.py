@@ -1,7 +1,8 @@
 """wall_time.jsonl: when steps, starts, saves, validations and rollbacks of a run ended. `observe.goodput` adds them up.
 
-The first rank appends lines and never removes one, so the file also has the steps that a failure or a rollback undid,
-whose lines metrics.jsonl loses. Every line has `time` (Unix seconds, when it was written), `kind` and `step`.
+Rank 0 appends lines and never removes any. So the file also has steps that a failure or a rollback has undone, while
+metrics.jsonl loses those lines. Every line has `kind`, `step`, and `time`, the Unix time in seconds at which it was
+written.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from typing import Any, Literal
 
 FILE = "wall_time.jsonl"
 KEPT_LINES = 100_000
-"""Most lines that are kept while the disk does not take them: about 10 MB."""
+"""Most lines that are kept in memory while the disk rejects them, about 10 MB."""
 Pause = Literal["save", "validation", "rollback"]
-"""Reason for a pause of the loop between two steps; its line has `seconds`."""
+"""Why the training loop paused between two steps. The line of a pause has its `seconds`."""
 
 log = logging.getLogger("meshwright")
 
 
 class WallTimeWriter:
-    """Appends lines to a run's file. A disk that fails never ends the run: lines that it does not take, at most `KEPT_LINES`, are
-    written later, and the log says so once.
+    """Appends lines to a run's file. A disk that fails never ends the run.
 
-    Times follow the monotonic clock from the writer's creation on, so that a wall clock that is set changes none.
+    Lines that the disk rejects are written later, at most `KEPT_LINES`; the log says so once. Times follow the
+    monotonic clock from the writer's creation on, so a change of the wall clock does not affect them.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
@@ -40,22 +41,23 @@ class WallTimeWriter:
         self._unwritten: deque[bytes] = deque(maxlen=KEPT_LINES)
 
     def start(self, step: int, seconds: float, first_step_seconds: float) -> None:
-        """Write that a start after `step` took `seconds`, its first step included."""
+        """Write that a start after `step` took `seconds`, including the `first_step_seconds` of its first step."""
         self._append("start", step, {"seconds": seconds, "first_step_seconds": first_step_seconds})
 
     def step(self, step: int, data_seconds: float, *, skipped: bool) -> None:
-        """Write that `step` ended: seconds of its wait for data, and whether its update was left out."""
+        """Write that `step` ended, how many seconds it waited for data, and whether its update was skipped."""
         self._append("step", step, {"data_seconds": data_seconds, **({"skipped": True} if skipped else {})})
 
     def pause(self, activity: Pause, step: int, seconds: float) -> None:
-        """Write that a pause of `seconds` ended; the run continues after `step`."""
+        """Write that a pause of `seconds` ended. The run continues after `step`."""
         self._append(activity, step, {"seconds": seconds})
 
     def end(self, step: int) -> None:
-        """Write that the start ended in order."""
+        """Write that this start of the run ended normally."""
         self._append("end", step, {})
 
     def _append(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write a line, after the lines that could not be written before. If the disk rejects it, keep it in memory."""
         failed = bool(self._unwritten)
         line = json.dumps({"time": round(self._clock(), 6), "kind": event, "step": step, **values})
         self._unwritten.append(f"{line}\n".encode())
@@ -70,7 +72,7 @@ class WallTimeWriter:
 
 
 def _write_whole(file: FileIO, content: bytes) -> None:
-    """Append all of `content`, or nothing and raise OSError."""
+    """Append all of `content`. If that raises OSError, nothing is appended."""
     end = file.seek(0, os.SEEK_END)
     try:
         while content:

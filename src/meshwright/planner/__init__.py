@@ -1,1 +1,1 @@
-"""Choosing a plan. Torch-free."""
+"""Chooses a plan for a training run, or a deployment for serving. Without torch."""

@@ -1,4 +1,6 @@
-"""Whether a plan, which is made for `train.global_batch`, can run the smaller batches of `train.batch_ramp`."""
+"""Checks whether a plan, which is made for `train.global_batch`, can also run the smaller batches of
+`train.batch_ramp`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from meshwright.spec.run import RunSpec
 
 
 def ramp_misfit(run: RunSpec, plan: Plan) -> str | None:
-    """Return why a batch of the ramp does not divide into whole micro-batches of the plan, with the nearest that does; None if all do."""
+    """Return why the plan cannot run one of the ramp's batches; None if it can run all of them.
+
+    A batch must divide into whole micro-batches, and the schedule must support their number. The text names the nearest
+    batch that divides.
+    """
     data = plan.data_ranks
     micro = plan.batch.micro_batch
     micro_is_given = pins_of(run).micro_batch is not None or (run.plan != "auto" and isinstance(run.plan, str))

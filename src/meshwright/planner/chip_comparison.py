@@ -1,4 +1,6 @@
-"""Compares chips for one job: the best plan on as many devices of each, its time, money and energy."""
+"""Compares chips for one job: for each chip, the best plan on the same number of devices, with its time, money and
+energy.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ from meshwright.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class ChipPoint:
-    """The run on one chip; `expense` is None where there is no plan or no step time."""
+    """The best plan of the run on one chip."""
 
     chip: str
     point: Point
+    """The run on this chip, with its plan and step time if there is one."""
     expense: Expense | None
+    """Money and energy; None if there is no plan or its step time is not known."""
 
 
 def chips_named(text: str) -> tuple[str, ...]:
-    """The chips of a list such as `H100,B200`. Raises BadInput for an unknown chip, with the nearest.
+    """Return the chips of a list such as `H100,B200`. Raises BadInput for an unknown chip, with the nearest name.
 
     Case and blanks do not matter:
 
@@ -37,9 +41,11 @@ def chips_named(text: str) -> tuple[str, ...]:
 def compare_chips(
     run: RunSpec, chips: Sequence[str], tokens: float | None = None, price: float | None = None
 ) -> tuple[ChipPoint, ...]:
-    """The best plan for the run on as many devices of each chip, the cheapest first; those without a price by time, at the end.
+    """Return the best plan for the run on the same number of devices of each chip.
 
-    `price` is that of the cluster's own chip. Raises BadInput for clusters of unlike nodes and of ranks on a CPU.
+    The cheapest chip comes first. After the chips with a price come those without one, in order of step time, and then
+    those without a plan. `tokens` is the number of tokens of the whole training. `price` is the price per device and
+    hour of the cluster's own chip. Raises BadInput if the cluster has different nodes, emulated nodes or CPU ranks.
     """
     if run.cluster.groups or run.cluster.emulate_nodes > 1 or run.cluster.is_cpu:
         raise BadInput("--chips compares clusters of like GPUs; leave out cluster.groups, emulate_nodes and cpu")
@@ -54,7 +60,11 @@ def compare_chips(
 
 
 def cluster_with(cluster: ClusterSpec, chip: str) -> ClusterSpec:
-    """As many devices of `chip` in hosts of its usual size; network, memory, prices and profile are those of the chip itself."""
+    """Return a cluster with the same number of devices of type `chip`, in hosts of the chip's usual size.
+
+    Network, memory, price and profile are the chip's own. Raises BadInput if the number of devices is not a multiple of
+    the devices of a host.
+    """
     if chip == cluster.gpu:
         return cluster
     per_node = min(CHIPS[chip].per_node, cluster.ranks)
@@ -76,7 +86,7 @@ def cluster_with(cluster: ClusterSpec, chip: str) -> ClusterSpec:
 
 
 def _order(point: ChipPoint) -> tuple[int, float]:
-    """Cheapest first, then those without a price by time, then those without a plan."""
+    """Return the sort key: first by price, then chips without a price by step time, then chips without a plan."""
     if point.expense is None:
         return 2, 0.0
     cost = point.expense.money_per_million_tokens

@@ -1,4 +1,6 @@
-"""The rules of a plan in the search: which values it leaves out beside a run's pins."""
+"""Applies the rules of a plan in the search: says which values the search must not combine with the keys that the user
+pinned.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ from meshwright.spec.run import RunSpec
 
 
 def conflicts(run: RunSpec, *, trainable: bool, **values: Any) -> Any:
-    """Whether `values` of keys that the search chooses break a rule, together or with the run's pins; an array for arrays.
+    """Return whether `values` break a rule, together or with the run's pins.
 
-    With `trainable` the rules of plans that are only planned count too. A search obeys pins that conflict with each other; their plan is
-    then marked as one that cannot be trained.
+    `values` maps keys to values that the search chooses.
+
+    If the values are arrays, the result is an array of the same length. If `trainable` is true, a plan that this
+    release can predict but not train breaks a rule too. Pins that conflict with each other are obeyed; their plan is
+    then marked as not trainable.
     """
     pins = vars(pins_of(run))
     free = {key for key in values if pins[key] is None and not (pins["layers"] is not None and key in STRATEGY_KEYS)}

@@ -1,9 +1,14 @@
-"""A mean-field estimate of a deployment's goodput, in a millisecond: it chooses which deployments are simulated.
+"""Estimates the goodput of a deployment in about a millisecond; the estimate decides which deployments are simulated.
 
-Every instance of a role gets the same share of the requests. A prefill instance is a queue with one server (M/G/1), whose
-wait is exponential; several share one queue. The batch of decodes is the fixed point of Little's law, B = rate × new
-tokens × step time. An instance of role `both` computes chunks of prompts in its steps: a request's time per token is that
-of a decode step, plus the chunks that fall into its life, whose number is Poisson.
+It is a mean-field estimate:
+
+- All instances of a role get the same share of the requests.
+- A prefill instance is a queue with one server (M/G/1), whose waiting time is exponential. Several prefill instances
+  share one queue.
+- The number B of concurrent decodes of an instance is the fixed point of Little's law: B = rate × new tokens × step
+  time.
+- An instance of role `both` also computes prompt chunks in its steps. The time per token of a request is that of a
+  decode step, plus the chunks that are computed during the request. Their number has a Poisson distribution.
 """
 
 from __future__ import annotations
@@ -20,29 +25,33 @@ from meshwright.costs.step_times import soft_maximum
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, ServeLimits, TimedRequest
 
 SAMPLED = 24
-"""Requests whose sizes stand for all."""
+"""Number of requests whose sizes represent all requests."""
 ROUNDS = 25
-"""Rounds of the fixed point, and of the bisection over rates."""
+"""Maximum number of iterations of the fixed point, and of the bisection over rates."""
 LARGEST_RATE = 1e6
+"""Requests per second at which the search for the highest rate ends."""
 
 
 class PromptChunk(NamedTuple):
-    """Consecutive tokens of a prompt."""
+    """Consecutive tokens of a prompt that one step computes."""
 
     start: int
+    """Number of the prompt's tokens before the chunk."""
     count: int
+    """Number of tokens of the chunk."""
 
 
 @dataclass(frozen=True)
 class SizeSample:
-    """Sizes of a few requests that stand for a workload."""
+    """Sizes of a few requests that represent all requests."""
 
     sizes: tuple[tuple[int, int, int], ...]
-    """Prompt tokens, those of them that an earlier prompt has in common, and new tokens."""
+    """For each request (prompt tokens, tokens at the start of the prompt that an earlier prompt has too, new tokens).
+    """
 
     @classmethod
     def of(cls, requests: Sequence[TimedRequest], seed: int = 0) -> SizeSample:
-        """The sizes of `SAMPLED` requests, with prefixes as an unlimited cache would share them."""
+        """Return the sizes of `SAMPLED` of the requests. Prefixes are shared as by a cache of unlimited size."""
         shared = []
         seen = set()
         for request in requests:
@@ -54,24 +63,27 @@ class SizeSample:
         order = sorted(range(len(requests)), key=lambda index: requests[index].input_tokens)
         count = min(SAMPLED, len(order))
         draw = random.Random(seed)
-        # One of each quantile of prompts, so that the sample has both short and long ones.
+        # One request is drawn from each quantile of prompt lengths, so that the sample has both short and long
+        # prompts.
         edges = [index * len(order) // count for index in range(count + 1)]
         chosen = [order[draw.randrange(low, high)] for low, high in pairwise(edges)]
         return cls(tuple((requests[i].input_tokens, shared[i], requests[i].output_tokens) for i in chosen))
 
     @property
     def new_tokens(self) -> float:
-        """Mean new tokens of a request."""
+        """Return the mean number of new tokens of a request."""
         return sum(new for _, _, new in self.sizes) / len(self.sizes)
 
     @property
     def context(self) -> float:
-        """Positions that a decode attends to, mean over new tokens."""
+        """Return how many positions a decode attends to, as a mean over all new tokens."""
         total = sum(new * (prompt + new / 2) for prompt, _, new in self.sizes)
         return total / sum(new for _, _, new in self.sizes)
 
     def longest(self, decodes: int) -> int:
-        """Positions of the longest of so many decodes: the quantile that one of them is likely to exceed."""
+        """Return the positions of the longest of `decodes` concurrent sequences: the quantile that one of them probably
+        exceeds.
+        """
         ascending = sorted((prompt + new // 2, new) for prompt, _, new in self.sizes)
         left = self.new_tokens * len(ascending) / (decodes + 1)
         while len(ascending) > 1 and left >= ascending[-1][1]:
@@ -82,7 +94,12 @@ class SizeSample:
 def estimate_goodput(
     deployment: Deployment, sample: SizeSample, cost_of: Callable[[InstanceSpec], InstanceCosts], limits: ServeLimits
 ) -> float:
-    """The highest rate, in requests per second, at which the estimated attainment is that asked for; 0 if there is none."""
+    """Return the highest rate in requests per second at which the estimated attainment is at least `limits.attainment`.
+
+    The result is 0 if there is none.
+
+    `cost_of` returns the costs of an instance.
+    """
     estimates = [_Instances(instance, sample, cost_of(instance), limits) for instance in deployment.instances]
 
     def meets(rate: float) -> bool:
@@ -110,14 +127,18 @@ def estimate_goodput(
 def alone_seconds(
     sample: SizeSample, costs: InstanceCosts, instance: InstanceSpec, attainment: float
 ) -> tuple[float, float]:
-    """Seconds to the first token that this share of requests keep, and seconds of a further token, of a request alone."""
+    """Return the latencies of a request that runs alone on an instance: (seconds to the first token, seconds per
+    further token).
+
+    The share `attainment` of the requests needs at most these seconds to the first token.
+    """
     alone = _Instances(instance, sample, costs, ServeLimits(ttft_seconds=1.0, tpot_seconds=1.0))
     seconds = sorted(costs.request_seconds + prompt for prompt in alone.services(0))
     return seconds[min(len(seconds) - 1, int(attainment * len(seconds)))], alone.decode_seconds(1.0)
 
 
 class _Instances:
-    """The instances of one entry of a deployment."""
+    """Estimates the instances of one entry of a deployment."""
 
     def __init__(self, instance: InstanceSpec, sample: SizeSample, costs: InstanceCosts, limits: ServeLimits) -> None:
         self._instance = instance
@@ -130,11 +151,15 @@ class _Instances:
         else:
             self._chunks = [_chunks(prompt, shared, instance.token_budget) for prompt, shared, _ in sample.sizes]
         self._services: dict[int, list[float]] = {}
-        # Requests that the cache holds, by their mean size at half of their life.
+        # The number of requests for which the cache has space. Their mean size is that in the middle of their
+        # decoding.
         self._most_decodes = min(costs.sequences, (costs.blocks - 1) * block / max(block, sample.context))
 
     def attainment(self, rate: float) -> float:
-        """Share of requests that meet the limits which this role determines, at a rate of the whole deployment."""
+        """Return the share of requests that meet the limits which depend on this role.
+
+        `rate` is the rate of the whole deployment.
+        """
         share = rate / self._instance.count
         if self._instance.role == "prefill":
             services = self.services(0)
@@ -165,18 +190,25 @@ class _Instances:
         return met if self._instance.role == "decode" else met * self._met_ttft(share, services, [0.0] * len(services))
 
     def _met_tpot(self, share: float, batch: float, services: Sequence[float], step: float) -> float:
-        """Share of requests whose time per token stays within the limit in spite of the prompts between."""
-        crowded = min(self._most_decodes, batch + 0.5 * sqrt(batch))  # batches vary, and large ones meet more requests
+        """Return the share of requests whose time per token is within the limit, including the prompt chunks between
+        their tokens.
+
+        `share` is the rate of one instance, `batch` its number of decodes, `services` the seconds of each sampled
+        prompt, and `step` the mean seconds of a step.
+        """
+        # The number of decodes varies, and more requests run while it is large.
+        crowded = min(self._most_decodes, batch + 0.5 * sqrt(batch))
         decode = self.decode_seconds(batch)
         limit = self._limits.tpot_seconds
         if self._longest_step(batch) <= limit:
             return 1.0
-        # A chunk lengthens a step by what it takes beyond the decodes that the step has anyway.
+        # The step would have the decodes anyway, so a chunk adds only the rest of the step's seconds.
         added = [seconds - len(chunks) * decode for seconds, chunks in zip(services, self._chunks, strict=True)]
         mean = _mean(added)
         square = _mean([seconds * seconds for seconds in added])
         met = 0.0
-        # The second token of a text from a prefill instance waits for the step in flight, and for the one planned ahead.
+        # The second token of a request that comes from a prefill instance waits for the running step, and for the
+        # step planned after it.
         own = 1.5 * decode if self._instance.role == "decode" else 0.0
         for _, _, new in self._sample.sizes:
             if new < 2:
@@ -191,14 +223,19 @@ class _Instances:
         return met / len(self._sample.sizes)
 
     def _met_ttft(self, share: float, services: Sequence[float], delays: Sequence[float]) -> float:
-        """Share of requests whose wait and prompt stay within the limit, of `count` servers with one queue."""
+        """Return the share of requests whose waiting time and prompt are within the limit, for `count` servers with one
+        queue.
+
+        `services` has the seconds of each sampled prompt, `delays` the seconds after it until the first token can be
+        sent.
+        """
         mean = _mean(services)
         square = _mean([seconds * seconds for seconds in services])
         count = self._instance.count
         busy = share * mean
         if busy >= 1:
             return 0.0
-        waiting = busy ** (sqrt(2 * (count + 1)) - 1)  # the probability to wait (Sakasegawa 1977)
+        waiting = busy ** (sqrt(2 * (count + 1)) - 1)  # the probability that a request waits (Sakasegawa 1977)
         decay = 2 * count * (1 - busy) * mean / square
         met = 0.0
         for seconds, delay in zip(services, delays, strict=True):
@@ -207,7 +244,10 @@ class _Instances:
         return met / len(services)
 
     def _batch(self, following: Callable[[float], float]) -> float | None:
-        """The fixed point of the number of decodes; None if the instance cannot hold so many."""
+        """Return the fixed point of the number of decodes; None if the cache has no space for them.
+
+        `following` returns the number of decodes that a given number of decodes leads to.
+        """
         batch = 1e-6
         for _ in range(ROUNDS):
             after = following(batch)
@@ -219,13 +259,13 @@ class _Instances:
         return batch
 
     def decode_seconds(self, batch: float) -> float:
-        """Seconds of a step of so many decodes."""
+        """Return the seconds of a step with `batch` decodes."""
         decodes = max(1, round(batch))
         fixed, each, of_longest = self._costs.times.decode_line(decodes)
         return fixed + each * decodes * self._sample.context + of_longest * self._sample.longest(decodes)
 
     def services(self, decodes: int) -> list[float]:
-        """Seconds of the steps that compute each sampled prompt beside so many decodes."""
+        """Return the seconds of the steps that compute each sampled prompt, if each step also has `decodes` decodes."""
         if decodes not in self._services:
             positions = round(decodes * self._sample.context)
             self._services[decodes] = [
@@ -243,7 +283,10 @@ class _Instances:
         return self._chunk_seconds(decodes, round(decodes * self._sample.context), longest)
 
     def _chunk_seconds(self, decodes: int, positions: int, chunk: PromptChunk) -> float:
-        """Seconds of a step with a chunk. With overlap the host launches it while a step of decodes runs, if there are any."""
+        """Return the seconds of a step with a chunk.
+
+        With overlap, the host launches this step while the device computes the step before it, if there are decodes.
+        """
         times = self._costs.times
         if not (self._costs.overlap and decodes):
             return times.seconds(decodes, positions, [chunk])
@@ -255,9 +298,9 @@ class _Instances:
 
 
 def _chunks(prompt: int, shared: int, budget: int) -> list[PromptChunk]:
-    """The parts in which steps of `budget` tokens compute a prompt after its `shared` tokens.
+    """Return the chunks of a prompt whose first `shared` tokens are cached, for steps of at most `budget` tokens.
 
-    A prompt of 1,200 tokens of which 128 are cached, in steps of 512:
+    A prompt of 1,200 tokens of which 128 are cached, in steps of 512 tokens:
 
     >>> _chunks(prompt=1200, shared=128, budget=512)
     [PromptChunk(start=128, count=512), PromptChunk(start=640, count=512), PromptChunk(start=1152, count=48)]

@@ -1,4 +1,4 @@
-"""Sentences about the choice of a deployment, and about the deployments that were not chosen."""
+"""Writes sentences that explain the choice of a deployment, and why other deployments were not chosen."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from meshwright.spec.deployment import Deployment, InstanceSpec, ServeLimits, de
 from meshwright.spec.errors import OutOfResources
 
 LEAST_GAIN = 0.02
-"""Smallest difference of goodputs for which another token budget is a reason."""
+"""Smallest relative difference of goodputs at which the choice of the token budget is explained."""
 
 
 @dataclass(frozen=True)
 class DeploymentOption:
-    """A simulated deployment of the whole cluster."""
+    """A simulated deployment of the whole cluster, with its goodput."""
 
     deployment: Deployment
     goodput_per_gpu: float
-    """Requests per second and device of the cluster."""
+    """Goodput in requests per second and per device of the cluster."""
     goodput: DeploymentGoodput
-    """Goodput of one unit of the cluster (`deployment_space`)."""
+    """Goodput of one unit of the cluster in requests per second (`deployment_space`)."""
     why_not: str = ""
-    """Reason why it was not chosen; empty for the chosen one."""
+    """Why it was not chosen; empty for the chosen deployment."""
 
 
 def choice_reasons(
     chosen: DeploymentOption, alternatives: Sequence[DeploymentOption], limits: ServeLimits, *, scores: bool = False
 ) -> Iterator[str]:
-    """The reasons of a choice: the roles, the token budget, how busy the instances are, and the limit that binds.
+    """Yield the reasons of a choice: the roles, the token budget, how busy the instances are, and which limit binds.
 
-    `scores`: the model is a reward model, which has one role and no cache.
+    `scores` is true for a reward model, which has one role and no cache.
     """
     if (limit := chosen.deployment.release_limit) is not None:
         yield f"this release does not serve it: {limit}"
@@ -65,7 +65,10 @@ def unreachable(
     cost_of: Callable[[InstanceSpec], InstanceCosts],
     limits: ServeLimits,
 ) -> OutOfResources:
-    """The error if no deployment meets the limits, with those that a request alone meets on the fastest instance."""
+    """Return the error if no deployment meets the limits.
+
+    It names limits that a request alone meets on the fastest instance.
+    """
     instances = {instance for deployment in deployments for instance in deployment.instances}
     alone = [alone_seconds(sizes, cost_of(instance), instance, limits.attainment) for instance in instances]
     least = {"ttft": min(ttft for ttft, _ in alone), "tpot": min(tpot for _, tpot in alone)}
@@ -77,7 +80,7 @@ def unreachable(
 
 
 def _comparable(chosen: DeploymentOption, other: DeploymentOption) -> bool:
-    """Whether another deployment could have been chosen: this release serves it, or not the chosen one either."""
+    """Return whether another deployment could have been chosen: this release serves it, or serves neither deployment."""
     return other.deployment.runnable or not chosen.deployment.runnable
 
 

@@ -1,4 +1,8 @@
-"""Chooses a serving deployment: a mean-field estimate of all, exact simulation of the best, and the reasons of the choice."""
+"""Chooses a serving deployment.
+
+All deployments get a mean-field estimate of their goodput. The best of them are simulated exactly. The answer has the
+reasons of the choice.
+"""
 
 from __future__ import annotations
 
@@ -29,71 +33,95 @@ from meshwright.spec.deployment import (
 from meshwright.spec.model import ModelSpec
 
 FINALISTS = 10
+"""Maximum number of deployments that are simulated."""
 COLOCATED_FINALISTS = 4
+"""Maximum number of colocated deployments among them."""
 EXPERT_FINALISTS = 2
-"""Deployments that are simulated at most; of them colocated ones, and those of MoE models that divide experts over
-groups."""
+"""Maximum number of deployments among them that divide the experts of an MoE model over several groups of devices."""
 Placement = Literal["colocated", "roles", "experts"]
+"""Kind of a deployment; see `PLACEMENTS`."""
 PLACEMENTS: tuple[Placement, ...] = ("colocated", "roles", "experts")
-"""Colocated instances, instances with roles, and colocated ones with several groups of experts."""
+"""colocated: each instance computes prompts and decodes. roles: there are prefill and decode instances. experts:
+colocated, and the groups of an instance divide the experts.
+"""
 FINALIST_SHARE = 0.75
-"""Estimated goodput of a finalist at least, over the best of its kind."""
+"""A finalist has at least this share of the best estimated goodput of its kind."""
 REFINED_SHARE = 0.9
-"""The same by the shorter simulations, for longer ones."""
+"""A deployment gets a longer simulation if it has at least this share of the best goodput in the shorter simulations.
+"""
 COARSE_REQUESTS = 1000
+"""Number of requests of a simulation that compares finalists."""
 FINE_REQUESTS = 3000
-"""Requests of a simulation that compares finalists, and of one that gives the printed figures.
+"""Number of requests of a simulation that gives the printed figures.
 
-Bursts are rare and batches fill slowly: with 4,000 requests 8 GPUs served 24% more within 1 s and 50 ms than with 16,000. Clusters of
-every size are planned with the same requests, so that their goodputs compare.
+Bursts are rare and batches fill slowly, so a short simulation is too good: with 4,000 requests, 8 GPUs served 24% more
+within 1 s and 50 ms than with 16,000. Clusters of every size are planned with the same requests, so that their goodputs
+can be compared.
 """
 COARSE = 0.06
+"""Relative distance of two rates at which the bisection ends, for finalists."""
 FINE = 0.02
-"""Relative distance of rates at which the bisection ends: for finalists, and for the best of each kind."""
+"""Relative distance of two rates at which the bisection ends, for the best deployment of each kind."""
 RESAMPLES = 4
+"""Number of further samples of the requests that give the band."""
 BAND_REQUESTS = 1000
-"""Further samples of the requests for the band, and requests of each; more of them would vary less, by the square root of their number."""
+"""Number of requests of each of these samples. With n times as many, goodputs would vary less by the factor √n."""
 BAND_RATES = 0.75, 1.0, 1.3
-"""Rates, as factors of the goodput, at which attainment is known beside the samples of the band, which lies between them."""
+"""Rates, as factors of the goodput, at which the attainment of the first sample is simulated for the band."""
 LOW_SHARES = (0.85, 0.6, 0.3, 0.1)
+"""Rates, as shares of the goodput, at which the curve of attainment has points at low load."""
 LOW_REQUESTS = 500
-"""Shares of the goodput at low load, for the curve of attainment, and requests of a simulation there, where no batch fills slowly."""
+"""Number of requests of a simulation at low load, where no batch fills slowly."""
 FINE_CUT = 0.9
-"""Share of the attainment asked for below which longer simulations are cut: the curve and the band need the points near the goodput."""
+"""Longer simulations end early if their attainment falls below this share of the required attainment.
+
+The curve and the band only need points near the goodput.
+"""
 BAND = 0.8
-"""Share of samples in the band."""
+"""Share of samples inside the band."""
 TIE = 0.05
-"""A gain of disaggregation below this is a tie: an error of 5% in step times changes goodputs by as much or more."""
+"""If disaggregation gains less than this share, the colocated deployment is chosen.
+
+An error of 5% in step times changes goodputs by as much or more.
+"""
 
 
 @dataclass(frozen=True)
 class DeploymentAnswer:
-    """The chosen deployment and its alternatives."""
+    """The chosen deployment and its alternatives. Goodputs are in requests per second and device."""
 
     chosen: DeploymentOption
     low: float
-    """Lower end of the band of the goodput per device over resampled arrivals."""
+    """Lower end of the 80% band of the goodput, over resampled arrivals."""
     high: float
-    """Upper end."""
+    """Upper end of the band."""
     alternatives: tuple[DeploymentOption, ...]
+    """The other simulated deployments, the highest goodput first."""
     margin_over_colocated: float | None
-    """Gain of the chosen deployment over the best colocated one, 0 if it is that; None if no colocated one meets the limits."""
+    """Relative gain of the chosen deployment over the best colocated one.
+
+    It is None if no colocated deployment meets the limits.
+
+    It is 0 if the chosen deployment is the best colocated one.
+    """
     limits: ServeLimits
+    """The required limits of latency."""
     considered: int
-    """Deployments that were estimated."""
+    """Number of deployments that were estimated."""
     units: int
-    """Equal units of the cluster, of which one was simulated."""
+    """Number of equal units of the cluster, of which one was simulated."""
     search_seconds: float
+    """Seconds that planning took."""
     curve: tuple[tuple[float, float], ...] = ()
-    """(requests per second and device, attainment) of the chosen deployment, ascending."""
+    """Points (requests per second and device, attainment) of the chosen deployment, in ascending order."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Sources of the numbers."""
+    """Where the numbers come from."""
     scores: bool = False
     """Whether the model is a reward model."""
 
     @property
     def deployment(self) -> Deployment:
-        """The chosen deployment with its prediction and reasons."""
+        """Return the chosen deployment with its prediction and its reasons."""
         chosen = self.chosen
         predicted = DeploymentPrediction(
             goodput_per_gpu=chosen.goodput_per_gpu, low=self.low, high=self.high, binding=chosen.goodput.binding
@@ -102,7 +130,7 @@ class DeploymentAnswer:
 
     @property
     def why(self) -> tuple[str, ...]:
-        """The reasons of the choice."""
+        """Return the sentences that explain the choice."""
         return tuple(choice_reasons(self.chosen, self.alternatives, self.limits, scores=self.scores))
 
 
@@ -116,10 +144,14 @@ def plan_deployment(
     software: ServingSoftwareName | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> DeploymentAnswer:
-    """The deployment of the cluster with the highest goodput, among those that this release serves if it serves any.
+    """Return the deployment of the cluster with the highest goodput.
 
-    `software` is another server whose step times count; nothing is then for this release.
-    Raises OutOfResources if no instance fits or none meets the limits at any rate, with the limits that a request alone meets.
+    If this release serves some of the possible deployments, one of those is chosen. `requests` are the requests that
+    are simulated. `software` names another inference server whose step times are predicted; the answer is then not for
+    this release. `note` is called with messages about the progress.
+
+    Raises OutOfResources if no instance fits into memory, or if no deployment meets the limits at any rate; the message
+    then has limits that a request alone meets.
     """
     begin = time.perf_counter()
     if model.head == "score":
@@ -165,12 +197,15 @@ def plan_deployment(
 
 
 def scored(request: TimedRequest) -> TimedRequest:
-    """A request to a reward model, whose score comes with the step of its prompt; it reads no prefix from a cache."""
+    """Return a request as a reward model gets it.
+
+    Its one result, the score, comes with the step of the prompt, and it reads no prefix from a cache.
+    """
     return request._replace(output_tokens=1, prefix_blocks=())
 
 
 def _choices(deployments: Sequence[Deployment]) -> Set[Deployment]:
-    """The deployments that this release serves; all of them if it serves none."""
+    """Return the deployments that this release serves; all of them if it serves none."""
     return {deployment for deployment in deployments if deployment.runnable} or set(deployments)
 
 
@@ -180,7 +215,11 @@ def _options(
     best_of_kind: dict[Deployment, DeploymentGoodput],
     devices: float,
 ) -> dict[Deployment, DeploymentOption]:
-    """The compared deployments; the goodputs of a kind are corrected by the longer simulation of its best."""
+    """Return an option for each simulated deployment.
+
+    Longer simulations give lower goodputs. The best deployment of each kind has a longer simulation; the goodputs of
+    the others of its kind are multiplied by the same factor.
+    """
     factors = {
         _placement(deployment): goodput.rate / compared[deployment].rate for deployment, goodput in best_of_kind.items()
     }
@@ -218,9 +257,12 @@ def _placement(deployment: Deployment) -> Placement:
 
 
 def _finalists(estimates: Mapping[Deployment, float]) -> list[Deployment]:
-    """The best estimates of each kind, as estimates of one kind err alike.
+    """Return the deployments that are simulated: the best estimates of each kind.
 
-    The best of each tensor degree comes first, then of equal estimates the first and the last.
+    Estimates of one kind have similar errors.
+
+    In each kind, the best deployment of each tensor degree comes first. Of several deployments with equal estimates,
+    the first and the last come next.
     """
     chosen: list[Deployment] = []
     for kind, most in (("colocated", COLOCATED_FINALISTS), ("experts", EXPERT_FINALISTS), ("roles", FINALISTS)):
@@ -228,7 +270,8 @@ def _finalists(estimates: Mapping[Deployment, float]) -> list[Deployment]:
         near = [deployment for deployment in alike if estimates[deployment] >= FINALIST_SHARE * estimates[alike[0]]]
         first = {deployment.instances[0].tensor: deployment for deployment in reversed(near)}
         leaders = [deployment for deployment in near if deployment in first.values()]
-        # Budgets above the longest prompt have equal estimates: all of them would leave no place for smaller ones.
+        # Token budgets above the longest prompt have equal estimates. If all of them were taken, none would be left
+        # for smaller budgets.
         equal = defaultdict[tuple[int, float], list[Deployment]](list)
         for deployment in near:
             equal[deployment.instances[0].tensor, estimates[deployment]].append(deployment)
@@ -244,16 +287,19 @@ def _compare(
     estimates: dict[Deployment, float],
     choices: Set[Deployment],
 ) -> dict[Deployment, DeploymentGoodput]:
-    """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind.
+    """Return goodputs from short simulations.
 
-    Two of each kind are simulated before it is given up, as the error may be one of the token budget. One that misses the limits at the
-    rate of the best of its kind keeps its corrected estimate.
+    After a deployment is simulated, the ratio of its goodput to its estimate corrects the estimates of later
+    deployments of its kind. At least two of each kind are simulated before the rest is skipped, because the error may
+    come from the token budget. A deployment that misses the limits at the best rate of its kind keeps its corrected
+    estimate.
     """
     compared: dict[Deployment, DeploymentGoodput] = {}
     ratios = dict.fromkeys(PLACEMENTS, 1.0)
     fastest_of = dict.fromkeys(PLACEMENTS, 0.0)
     fastest = 0.0
-    # The first of each kind come first, so that the others of a much slower kind need no simulation.
+    # The first deployment of each kind comes first. If one kind turns out much slower, its other deployments need no
+    # simulation.
     kinds = [[d for d in finalists if _placement(d) == kind] for kind in PLACEMENTS]
     for deployment in [d for firsts in zip_longest(*kinds) for d in firsts if d is not None]:
         kind = _placement(deployment)
@@ -276,10 +322,12 @@ def _refine(
     estimates: Mapping[Deployment, float],
     choices: Set[Deployment],
 ) -> dict[Deployment, DeploymentGoodput]:
-    """Goodputs of the best deployment of `choices` of each kind, from longer simulations; a kind far behind has none.
+    """Return goodputs from longer simulations: of the best deployment of `choices` of each kind, the fastest kind
+    first.
 
-    The fastest comes first. Another kind that would not be chosen beside it keeps the goodput of the shorter simulations. Where these end
-    before batches are full, their goodput is too high: the search then begins at the estimate, which is one of full batches.
+    A kind that is much slower has no entry. A kind that would not be chosen keeps the goodput of the short simulation.
+    A short simulation may end before batches are full, and its goodput is then too high. So the search begins at the
+    estimate, which assumes full batches, if that is lower.
     """
     best: dict[Placement, Deployment] = {}
     for deployment in sorted(compared, key=lambda deployment: -compared[deployment].rate):
@@ -300,17 +348,21 @@ def _refine(
 
 
 def _choose(best_of_kind: Mapping[Deployment, DeploymentGoodput]) -> Deployment:
-    """The best of all kinds; of a tie the colocated one, which needs no transfers."""
+    """Return the deployment with the highest goodput.
+
+    In a tie the colocated deployment wins, because it transfers no keys and values.
+    """
     best = max(best_of_kind, key=lambda deployment: best_of_kind[deployment].rate)
     plain = next((deployment for deployment in best_of_kind if _placement(deployment) == "colocated"), best)
     return plain if best_of_kind[best].rate < (1 + TIE) * best_of_kind[plain].rate else best
 
 
 def _curve(search: GoodputSearch, chosen: Deployment, goodput: DeploymentGoodput) -> list[RatePoint]:
-    """Attainment by rate, ascending from low load to the first rate that no request's latencies meet, or that cannot be sustained.
+    """Return points of the curve of attainment over the rate.
 
-    Rates below one that all requests meet are not simulated. If the simulations above the goodput were cut, that of the lowest rate is
-    repeated to its end.
+    They ascend from low load to the first rate at which no request meets the limits, or that cannot be sustained. If
+    all requests meet the limits at some rate, lower rates are not simulated. If all simulations above the goodput were
+    cut, the one with the lowest rate is repeated to its end.
     """
     known = [point for point in goodput.points if not point.cut]
     cut = next((point.rate for point in goodput.points if point.cut), None)
@@ -328,12 +380,18 @@ def _curve(search: GoodputSearch, chosen: Deployment, goodput: DeploymentGoodput
 def _band(
     search: GoodputSearch, chosen: Deployment, goodput: DeploymentGoodput, around: Sequence[RatePoint]
 ) -> tuple[float, float]:
-    """The band of goodputs over samples of the requests; it contains the goodput, and ends where a higher rate fails.
+    """Return the band of goodputs over random samples of the requests.
 
-    `around` are points of the first sample at `BAND_RATES`. Another sample is simulated at the goodput alone. The rate at which the first
-    sample has the same attainment says by which factor the new one is harder; with more requests the logarithm of the factor is smaller.
-    Where all requests meet the limits up to a rate and few do above it, all factors are 1, and the goodput is known as exactly as the
-    bisection is.
+    It contains the goodput, and ends at a rate that was seen to fail.
+
+    `around` are points of the first sample at `BAND_RATES`. They give the attainment of the first sample as a function
+    of the rate. Each further sample is simulated only at the goodput. Suppose that its attainment there is the one that
+    the first sample has at 1.1 times the goodput. Then this sample is harder by the factor 1.1, and its goodput is
+    lower by this factor. Samples of `FINE_REQUESTS` would differ less, so the factor's logarithm is multiplied by
+    √(BAND_REQUESTS / FINE_REQUESTS).
+
+    If all requests meet the limits up to some rate and few do above it, all factors are 1. The goodput is then known as
+    exactly as the bisection finds it.
     """
     first = around[BAND_RATES.index(1.0)].attainment
     points = (*(point for point in goodput.points if point.rate != goodput.rate and not point.cut), *around)
@@ -348,9 +406,10 @@ def _band(
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:
-    """The value below which the share `share` of all lies, interpolated between neighbours.
+    """Return the value below which the share `share` of the values lies, interpolated between neighbours.
 
-    Position 0.9 · 3 = 2.7 is between the third and the fourth value: 3 + 0.7 · 2.
+    For 4 values and a share of 0.9, the position is 0.9 · 3 = 2.7. It lies between the third and the fourth value: 3 +
+    0.7 · 2.
 
     >>> _quantile([1.0, 2.0, 3.0, 5.0], 0.9)
     4.4

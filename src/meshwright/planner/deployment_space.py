@@ -1,11 +1,15 @@
-"""Deployments that the planner considers: colocated, or of prefill and decode instances, in every tensor degree that fits.
+"""Lists the deployments that the planner considers for a model and a cluster.
 
-For MoE models also colocated instances that divide experts over groups of devices; this release serves those with
-groups of one device, the planner shows the others beside its choice. A reward model is served on one device and writes
-no text, so it has colocated instances of one device only.
+- Colocated instances, in every tensor degree that fits: each instance computes prompts and decodes.
+- Prefill and decode instances, each role in every tensor degree that fits.
+- For MoE models, colocated instances that divide the experts over several groups of devices. This release serves such
+  instances if a group has one device. The planner shows the others next to its choice.
 
-A large cluster is planned as equal units of a few instances: the share of devices for each role is then a multiple of one instance in a
-unit, and the simulation of a unit takes as long as that of a small cluster. A router over all units shares load a little better.
+A reward model is served on one device and generates no text, so it has only colocated instances of one device.
+
+A large cluster is planned as several equal units of a few instances, and only one unit is simulated. So the simulation
+takes as long as for a small cluster, but the share of devices for a role is a multiple of one instance in a unit. A
+router over all units would balance load a little better than predicted.
 """
 
 from __future__ import annotations
@@ -22,27 +26,31 @@ from meshwright.spec.inference_layout import split_error
 from meshwright.spec.model import ModelSpec
 
 UNIT_INSTANCES = 8
-"""Instances of the smallest tensor degree in a unit, at least, if the cluster has so many."""
+"""A unit has space for at least this many instances of the smallest tensor degree, if the cluster has."""
 TOKEN_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
-"""Prompt tokens of a step: small ones bound the time of a step, large ones compute prompts faster."""
+"""Maximum numbers of prompt tokens of a step that are tried.
+
+A small budget limits the time of a step; a large one computes prompts faster.
+"""
 EXPERT_BUDGETS = (512, 2048, 8192)
-"""Budgets that are tried for instances with several groups of experts."""
+"""The same for instances with several groups of experts."""
 PREFILL_BUDGET = 2048
+"""Maximum number of prompt tokens of a step of a prefill instance."""
 DECODE_BUDGET = 256
-"""Budgets of instances that compute prompts only, and of those that compute no whole prompt."""
+"""Maximum number of prompt tokens of a step of a decode instance, which computes no whole prompt."""
 
 
 @dataclass(frozen=True)
 class DeploymentSpace:
-    """The deployments of one unit of a cluster."""
+    """The possible deployments of one unit of a cluster."""
 
     units: int
-    """Equal units of the cluster; its other devices stay idle."""
+    """Number of equal units in the cluster. Devices outside the units stay idle."""
     deployments: tuple[Deployment, ...]
     """Every deployment of one unit that fits."""
 
     def whole(self, deployment: Deployment) -> Deployment:
-        """The deployment on all units."""
+        """Return the deployment on all units of the cluster."""
         grown = tuple(replace(instance, count=self.units * instance.count) for instance in deployment.instances)
         return replace(deployment, instances=grown)
 
@@ -55,9 +63,9 @@ def deployment_space(
     *,
     software: ServingSoftwareName | None = None,
 ) -> DeploymentSpace:
-    """All deployments of a unit; `check` raises OutOfResources for an instance that does not fit.
+    """Return all deployments of a unit that fit. `check` raises OutOfResources for an instance that does not fit.
 
-    Raises OutOfResources if no tensor degree fits, with the reason of the largest.
+    Raises OutOfResources if no tensor degree fits, with the reason for the largest degree.
     """
     budgets = _fitting_budgets(model, cluster, check)
     units = max(1, cluster.ranks // (UNIT_INSTANCES * min(budgets)))
@@ -74,9 +82,10 @@ def deployment_space(
 def _fitting_budgets(
     model: ModelSpec, cluster: ClusterSpec, check: Callable[[InstanceSpec], object]
 ) -> dict[int, list[int]]:
-    """By tensor degree, the token budgets with which an instance fits.
+    """Return the token budgets with which an instance fits, by tensor degree.
 
-    Degrees divide the devices of a node; in a single node others may leave devices idle.
+    A tensor degree must divide the devices of a node. In a cluster with a single node it need not, and may leave
+    devices idle. Raises OutOfResources if nothing fits.
     """
     per_node = cluster.ranks_per_node
     single = cluster.ranks == per_node
@@ -93,7 +102,9 @@ def _fitting_budgets(
 def _budgets_of(
     model: ModelSpec, degrees: Iterable[int], check: Callable[[InstanceSpec], object]
 ) -> tuple[dict[int, list[int]], OutOfResources]:
-    """By tensor degree, the token budgets with which an instance fits; and why the last does not that does not."""
+    """Return the token budgets with which an instance fits, by tensor degree, and the reason of the last instance that
+    does not fit.
+    """
     budgets: dict[int, list[int]] = {}
     reason = OutOfResources("no tensor degree divides the model")
     for tensor in degrees:
@@ -110,9 +121,12 @@ def _budgets_of(
 
 
 def _colocated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[InstanceSpec, ...]]:
-    """Instances that compute prompts and answers, as many as `devices` hold; `budgets` are tokens a step by tensor ranks.
+    """Yield deployments of as many colocated instances as fit on `devices`.
 
-    One device holds the model with 2,048 tokens a step, two hold it with 4,096; of 4 devices:
+    `budgets` has token budgets by tensor degree.
+
+    Suppose that one device holds the model with steps of 2,048 tokens, and two devices with steps of 4,096. On 4
+    devices:
 
     >>> for instances in _colocated({1: [2048], 2: [4096]}, devices=4):
     ...     print(instances)
@@ -125,7 +139,10 @@ def _colocated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[In
 
 
 def _disaggregated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[InstanceSpec, ...]]:
-    """Prefill and decode instances, each role with its own tensor degree, on as many devices as they can use."""
+    """Yield deployments of prefill and decode instances.
+
+    Each role has its own tensor degree, and as few devices as possible stay idle.
+    """
     for prefill, decode in product(budgets, repeat=2):
         prefill_budget = max(budget for budget in budgets[prefill] if budget <= PREFILL_BUDGET)
         for count in range(1, (devices - decode) // prefill + 1):
@@ -140,7 +157,7 @@ def _disaggregated(budgets: dict[int, list[int]], devices: int) -> Iterator[tupl
 def _expert_parallel(
     model: ModelSpec, devices: int, check: Callable[[InstanceSpec], object]
 ) -> Iterator[tuple[InstanceSpec, ...]]:
-    """Instances whose groups of devices have a part of the experts each, in the degrees that fit."""
+    """Yield deployments of instances in which several groups of devices divide the experts, in all degrees that fit."""
     for tensor in divisors(devices) if model.experts else ():
         if split_error(model, tensor) is not None:
             continue

@@ -1,8 +1,9 @@
-"""Chooses the devices that a plan uses: all of the cluster, or a part of it where that is faster.
+"""Chooses the devices that a plan uses: all devices of the cluster, or a part of them if a step is shorter there.
 
-A part is a smaller cluster: fewer nodes, fewer devices of each node, or the cluster without one type of node. For example, a batch of 64
-sequences does not divide over 3 × 7 devices, and on 16 of them a step is shorter than in a pipeline of 21. A part is searched only if a
-lower bound on its step time is below the step time on all devices.
+A part is a smaller cluster: fewer nodes, fewer devices of each node, or the cluster without one type of node. For
+example, a batch of 64 sequences does not divide evenly over 3 nodes of 7 devices, and a step on 16 of these devices is
+shorter than a step of a pipeline on all 21. A part is searched only if a lower bound on its step time is below the step
+time on all devices.
 """
 
 from __future__ import annotations
@@ -29,15 +30,19 @@ from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 
 MIN_SPEEDUP = 1.02
-"""The planner uses a part of the devices only if its step is faster than a step on all devices by more than this factor."""
+"""A part is used only if its step is faster than a step on all devices by more than this factor."""
 MAX_BOUNDS = 6
+"""Maximum number of parts for which the lower bound is computed."""
 MAX_SEARCHES = 4
+"""Maximum number of parts that are searched."""
 MAX_PLANS = 2
-"""Most parts whose lower bound the planner computes, most that it searches, and most plans that it needs to find."""
+"""The search of parts ends when this many parts have a plan."""
 MAX_INNER_RANKS = 64
-"""Most devices per data rank (tensor × context × pipeline ranks) in the parts that are tried."""
+"""Maximum number of devices per data rank (tensor × context × pipeline ranks) in the parts that are tried."""
 MAX_NODE_TYPES = 4
-"""Node types up to which the planner tries every subset; also, nodes up to which a sentence lists each one."""
+"""Largest number of node types of which every subset is tried; also the largest number of nodes that a sentence lists
+one by one.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,37 +50,44 @@ class Idle:
     """Devices that a plan does not use, and the reason."""
 
     used: int
+    """Number of devices that the plan uses."""
     devices: int
-    """Devices of the whole cluster."""
+    """Number of devices of the whole cluster."""
     reason: str
+    """Why the other devices stay idle."""
     seconds_with_all: float | None
-    """Step time of the best plan over all devices; None if no plan fits or its time is not known."""
+    """Step time of the best plan on all devices; None if no plan fits there or its time is not known."""
     ranks_by_node: tuple[int, ...]
-    """Ranks on each node that the plan uses, largest first."""
+    """Number of ranks on each node that the plan uses, the largest first."""
     settings: str
-    """The keys of the run file that describe the part, as the command line takes them."""
+    """The overrides that turn the run's cluster into the part, as on the command line."""
     start: str
     """Sentence that says how to start training on the part."""
 
     @property
     def sentence(self) -> str:
+        """Return the first of the plan's reasons: how many devices are used, and why."""
         return f"uses {self.used:,} of {self.devices:,} devices ({describe_nodes(self.ranks_by_node)}): {self.reason}"
 
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The best plan over all devices or a part of them."""
+    """The best plan on all devices or on a part of them."""
 
     run: RunSpec
-    """The run with the cluster that the plan is for."""
+    """The run, with the cluster for which the plan is made."""
     answer: SearchResult
+    """The result of the search on that cluster."""
     idle: Idle | None = None
+    """The idle devices; None if all are used."""
 
 
 def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> DeviceChoice:
-    """The best plan for `run` on all devices, or on a part of them if that is more than 2% faster or only a part has a plan.
+    """Return the best plan for `run`: on all devices, or on a part of them if it is more than 2% faster there or only a
+    part has a plan.
 
-    If neither all devices nor a part have a plan, raises the error of `search` on all devices.
+    `memory_bytes` is the memory of a device, by default the cluster's. If `trainable` is true, only plans that this
+    release can train are considered. If no devices have a plan, the error of `search` on all devices is raised.
     """
     whole = None
     failure = None
@@ -115,9 +127,7 @@ def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: 
 
 
 def describe_nodes(ranks_by_node: Sequence[int]) -> str:
-    """Devices of each node as text: "6, 6 and 4 on 3 nodes", "8 on each of 64 nodes".
-
-    By the function:
+    """Return the number of devices of each node as text.
 
     >>> describe_nodes([6, 6, 4])
     '6, 6 and 4 on 3 nodes'
@@ -134,17 +144,22 @@ def describe_nodes(ranks_by_node: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a cluster, with the factors of its expected speed."""
+    """A part of a cluster, with its expected speed."""
 
     cluster: ClusterSpec
     speed: float
-    """Sum over its devices of their speed, relative to the slowest node type."""
+    """Sum of the speeds of its devices, each relative to the slowest node type."""
     share: float
-    """Fraction of that speed that remains after batch and layers are divided over the devices; uneven division lowers it."""
+    """Share of that speed that remains after batch and layers are divided over the devices.
+
+    It is below 1 if they divide unevenly.
+    """
 
 
 def _promising_parts(run: RunSpec, limit: float, trainable: bool) -> list[tuple[RunSpec, float]]:
-    """The parts whose step may take less than `limit` seconds, each with a lower bound on it, the lowest bound first."""
+    """Return the parts whose step may take less than `limit` seconds, each with a lower bound on it in seconds, the
+    lowest bound first.
+    """
     parts = sorted(_parts(run), key=lambda part: -part.speed * part.share)
     if limit < inf:
         single_device_seconds = _single_device_seconds(run)
@@ -162,9 +177,9 @@ def _promising_parts(run: RunSpec, limit: float, trainable: bool) -> list[tuple[
 
 
 def _single_device_seconds(run: RunSpec) -> float:
-    """Seconds of a step on one device of the slowest type with unlimited memory.
+    """Return the seconds of a step on one device of the slowest type if its memory were unlimited.
 
-    Divided by the speed of a part, this is a lower bound on the step time of the part.
+    This number divided by the speed of a part is a lower bound on the step time of the part.
     """
     pins = pins_of(run)
     speeds = node_type_speeds(run.model, run.train, run.cluster)
@@ -175,10 +190,10 @@ def _single_device_seconds(run: RunSpec) -> float:
 
 
 def _parts(run: RunSpec) -> Iterator[_Part]:
-    """The parts that may be faster than all devices.
+    """Yield the parts that may be faster than all devices.
 
-    Such a part omits a node type, is one node or one pod (nodes with full bandwidth to each other), or has a number of devices over which
-    batch and layers divide better.
+    There are three kinds: the cluster without some node types; one node, or one pod (nodes with full bandwidth to each
+    other); and numbers of devices over which batch and layers divide more evenly.
     """
     cluster = run.cluster
     speeds = node_type_speeds(run.model, run.train, cluster) if cluster.groups else {}
@@ -197,6 +212,7 @@ def _parts(run: RunSpec) -> Iterator[_Part]:
 
 
 def _with_speed(run: RunSpec, cluster: ClusterSpec, speeds: Mapping[Any, float]) -> _Part:
+    """Return the part with its speed. `speeds` has the speed of each node type, relative to the slowest."""
     if cluster.groups or speeds:
         speed = cluster.gpus_per_node * sum(
             count * speeds.get(node_type, 1.0) for node_type, count in node_type_runs(cluster)
@@ -207,9 +223,11 @@ def _with_speed(run: RunSpec, cluster: ClusterSpec, speeds: Mapping[Any, float])
 
 
 def _usable_share(run: RunSpec, ranks: int) -> float:
-    """Estimated share of `ranks` that computes under the best division of batch, heads and layers; 0 where nothing divides.
+    """Return an estimate of the share of `ranks` that computes at a time, for the best division of batch, heads and
+    layers.
 
-    Ranks with fewer layers than others idle, and so do pipeline stages before their first micro-batch arrives.
+    Ranks with fewer layers than others are idle for a part of the time, and so are pipeline stages before their first
+    micro-batch arrives. The share is 0 if no division is possible.
     """
     pins = pins_of(run)
     batch = run.train.global_batch
@@ -232,11 +250,13 @@ def _usable_share(run: RunSpec, ranks: int) -> float:
 
 
 def _parts_by_inner_ranks(cluster: ClusterSpec, batch: int) -> Iterator[ClusterSpec]:
-    """For 1, 2, 3, … devices per data rank, the part with the most devices whose data ranks divide the batch."""
+    """Yield, for 1, 2, 3, … devices per data rank, the part with the most devices in which the data ranks divide the
+    batch.
+    """
     tried_ranks = set()
     batches = divisors(batch)
     for inner in range(1, MAX_INNER_RANKS + 1):
-        for unit in (1, cluster.ranks_per_node):  # any number of devices, and whole nodes
+        for unit in (1, cluster.ranks_per_node):  # once for any number of devices, once for whole nodes
             data = max((d for d in batches if d * inner < cluster.ranks and d * inner % unit == 0), default=0)
             ranks = data * inner
             if ranks and ranks not in tried_ranks:
@@ -245,10 +265,13 @@ def _parts_by_inner_ranks(cluster: ClusterSpec, batch: int) -> Iterator[ClusterS
 
 
 def _part_of_size(cluster: ClusterSpec, ranks: int) -> Iterator[ClusterSpec]:
-    """The part of `ranks` devices with the largest equal share per node, where equal shares are possible.
+    """Yield the part of `ranks` devices that takes an equal number of devices from each node, as large as possible.
 
-    A node may provide several shares: 16 of 3 × 7 devices are 8 shares of 2 (6, 6 and 4 devices). The cost model treats each share as a
-    node, which is never faster than the real nodes.
+    Nothing is yielded if there is none.
+
+    A node may count as several smaller nodes. For example, 16 of 3 × 7 devices are 8 nodes of 2 devices, which use 6, 6
+    and 4 devices of the real nodes. The cost model is then never too fast, because the small nodes communicate like
+    separate nodes.
     """
     per_node = cluster.ranks_per_node
     nodes = cluster.nodes * cluster.emulate_nodes
@@ -270,11 +293,10 @@ def _part_of_size(cluster: ClusterSpec, ranks: int) -> Iterator[ClusterSpec]:
 
 
 def _fewer_nodes(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
-    """Yield the cluster with one node, and with one pod of nodes.
+    """Yield the cluster with one node, and with one pod of nodes: a slow network may cost more time than the other
+    nodes save.
 
-    A slow network may cost more time than the other nodes save.
-
-    Emulated nodes (groups of ranks of one host) are never left out.
+    Emulated nodes (groups of ranks on one host) are never left out.
     """
     pod = cluster.network.pod_nodes if cluster.network else None
     for nodes in (1, pod or 1):
@@ -283,8 +305,10 @@ def _fewer_nodes(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
 
 
 def _without_node_types(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
-    """The cluster without some of its node types: every subset if there are few types, else
-    each type removed or used alone."""
+    """Yield the cluster without some of its node types.
+
+    With few node types, every subset is yielded. With more, each type is removed, and each type is used alone.
+    """
     counts = (cluster.nodes - sum(group.nodes for group in cluster.groups), *(group.nodes for group in cluster.groups))
     present = [index for index, count in enumerate(counts) if count]
     sizes = range(1, len(present)) if len(present) <= MAX_NODE_TYPES else (1, len(present) - 1)
@@ -294,7 +318,7 @@ def _without_node_types(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
 
 
 def _without_slowest_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
-    """The fastest `nodes` nodes of a heterogeneous cluster."""
+    """Return the cluster with its `nodes` fastest nodes."""
     counts = [cluster.nodes - sum(group.nodes for group in cluster.groups), *(group.nodes for group in cluster.groups)]
     single_nodes = [
         _with_node_counts(cluster, [int(index == only_index) for index in range(len(counts))])
@@ -310,9 +334,10 @@ def _without_slowest_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
 
 
 def _with_node_counts(cluster: ClusterSpec, counts: Sequence[int]) -> ClusterSpec:
-    """The cluster with `counts` nodes: of its ungrouped nodes, then of each group.
+    """Return the cluster with other numbers of nodes: `counts[0]` ungrouped nodes, and `counts[i + 1]` nodes of group
+    i.
 
-    If no ungrouped node remains, the fields of the first group become those of the cluster.
+    If no ungrouped node remains, the fields of the first remaining group become those of the cluster.
     """
     groups = [replace(group, nodes=count) for group, count in zip(cluster.groups, counts[1:], strict=True) if count]
     nodes = sum(counts)
@@ -341,6 +366,10 @@ def _with_node_counts(cluster: ClusterSpec, counts: Sequence[int]) -> ClusterSpe
 
 
 def _idle_devices(run: RunSpec, part: RunSpec, whole: SearchResult | None, failure: MeshwrightError | None) -> Idle:
+    """Return the description of the devices that `part` does not use.
+
+    `whole` is the best plan on all devices, or None; then `failure` is the error of its search.
+    """
     devices = run.cluster.ranks
     batch = run.train.global_batch
     seconds = whole.best.seconds if whole else None
@@ -373,7 +402,7 @@ def _idle_devices(run: RunSpec, part: RunSpec, whole: SearchResult | None, failu
 
 
 def _ranks_by_node(cluster: ClusterSpec, part: ClusterSpec) -> tuple[int, ...]:
-    """Ranks of the part on each node that it uses."""
+    """Return the number of the part's ranks on each node of `cluster` that it uses."""
     share = part.ranks_per_node
     count = part.ranks // share
     shares_per_node = cluster.ranks_per_node // share if count > cluster.nodes * cluster.emulate_nodes else 1
@@ -382,7 +411,9 @@ def _ranks_by_node(cluster: ClusterSpec, part: ClusterSpec) -> tuple[int, ...]:
 
 
 def settings(cluster: ClusterSpec, part: ClusterSpec) -> str:
-    """The overrides that turn `cluster` into `part`, as on the command line: `cluster.nodes=64 cluster.gpus_per_node=8`."""
+    """Return the overrides that turn `cluster` into `part`, as on the command line: `cluster.nodes=64
+    cluster.gpus_per_node=8`.
+    """
     before = _flatten(to_plain(cluster))
     after = _flatten(to_plain(part))
     overrides = []
@@ -393,7 +424,7 @@ def settings(cluster: ClusterSpec, part: ClusterSpec) -> str:
 
 
 def _as_override_value(value: Any) -> str:
-    """A value as written in a command-line override, quoted for the shell."""
+    """Return a value as written in a command-line override, quoted for the shell."""
     if isinstance(value, list):
         group_fields = [{key: inner for key, inner in group.items() if inner is not None} for group in value]
         return shlex.quote(json.dumps(group_fields, separators=(",", ":")))
@@ -401,6 +432,9 @@ def _as_override_value(value: Any) -> str:
 
 
 def _flatten(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a cluster by dotted key: `network` is replaced by its own fields, such as
+    `network.port_gb_per_s`.
+    """
     network = plain.get("network") or {}
     return {key: value for key, value in plain.items() if key != "network"} | {
         f"network.{key}": value for key, value in network.items()

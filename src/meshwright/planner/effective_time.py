@@ -1,4 +1,6 @@
-"""Predicted effective training time of a run and plan: failures, detection, restart, loading, lost steps, spare hosts."""
+"""Predicts the share of wall-clock time in which a run trains: after failures, detection, restart, loading, lost steps,
+missing hosts.
+"""
 
 from __future__ import annotations
 
@@ -33,31 +35,40 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
 READ_RATE = 2e9
-"""Bytes a second that one rank reads from storage: a guess."""
+"""Bytes/s at which one rank reads from storage: a guess."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumed times and shares of failures, which a run file does not state; `--assume KEY=VALUE` replaces values."""
+    """Assumed times and shares of failures, which a run file does not state. `--assume KEY=VALUE` replaces them."""
 
     detect_seconds: float = 1.0
-    """Time until a dead process is detected."""
+    """Seconds until a dead process is detected."""
     host_detect_seconds: float = 10.0
-    """Time until a dead host is detected."""
+    """Seconds until a dead host is detected."""
     hang_detect_seconds: float = 30.0
-    """Time until a hang is detected, but at least that of 3 steps plus 5 s."""
+    """Seconds until a hang is detected. If 3 steps and 5 s take longer, they count instead."""
     restart_seconds: float = 30.0
-    """Time from detection until ranks can load their state: a guess for warm spare processes."""
+    """Seconds from detection until the ranks can load their state: a guess for spare processes that have already
+    started.
+    """
     replace_seconds: float = 600.0
-    """Time until the cluster supplies a host: ByteRobust's requeue takes 454 to 768 s (arXiv 2509.16293, table 7)."""
+    """Seconds until the cluster supplies another host: ByteRobust's requeue takes 454 to 768 s (arXiv 2509.16293, table
+    7).
+    """
     hang_share: float = 0.15
     """Share of all failures that are hangs."""
     host_share: float = 0.78
-    """Share of the failures other than hangs that lose a host: Llama 3's hardware failures (arXiv 2407.21783, section 3.3.4)."""
+    """Share of the failures other than hangs in which a host is lost: Llama 3's hardware failures (arXiv 2407.21783,
+    section 3.3.4).
+    """
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> Assumptions:
-        """The assumptions with `KEY=VALUE` words in place. Raises BadInput naming the nearest key."""
+        """Return the assumptions with the values of `KEY=VALUE` arguments.
+
+        Raises BadInput, with the nearest key for an unknown key.
+        """
         known = [field.name for field in fields(cls)]
         values: dict[str, float] = {}
         for word in arguments:
@@ -81,25 +92,33 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class EffectiveTime:
-    """The prediction and its inputs."""
+    """The predicted share of time in which a run trains, and what it was computed from."""
 
     effective: float
+    """Share of wall-clock time in which the run trains."""
     first_order: float
+    """The same share by a formula that is linear in the rate of failures."""
     losses: dict[str, float]
-    """Shares of wall-clock time by cause, to first order."""
+    """Shares of wall-clock time that are lost, by cause, to first order."""
     spares_needed: int
-    """Spare hosts that suffice 99% of the time."""
+    """Number of spare hosts that is enough 99% of the time."""
     formula: str
+    """The formula of `effective`, as text."""
     first_order_formula: str
+    """The formula of `first_order`, as text."""
     model: FailureModel
+    """The rates, times and shares that enter the formulas."""
     restarts: int
-    """Restarts that the run allows (`supervision.restarts`)."""
+    """Number of restarts that the run allows (`supervision.restarts`)."""
 
 
 def predict_effective_time(
     run: RunSpec, plan: Plan, step_seconds: float | None = None, assumed: Assumptions | None = None
 ) -> EffectiveTime | None:
-    """The prediction for a run; None if it writes no periodic checkpoints or its step time is not known."""
+    """Return the prediction for a run; None if it writes no periodic checkpoints or its step time is not known.
+
+    `step_seconds` is the time of a step, by default the plan's prediction.
+    """
     model = failure_model(run, plan, step_seconds, assumed or Assumptions())
     if model is None:
         return None
@@ -116,11 +135,17 @@ def predict_effective_time(
 
 
 def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed: Assumptions) -> FailureModel | None:
-    """The run's failures by class.
+    """Return the failures of a run by class; None if it writes no periodic checkpoints or its step time is not known.
 
-    After a failed process or a hang, ranks load the snapshot in host memory if saves are asynchronous, else the checkpoint in storage.
-    A lost host loses its snapshots, so all ranks load the newest durable checkpoint from storage. If a partner host gets a copy of every
-    snapshot, or replicas on other hosts have them, the ranks of the lost host load that copy instead, and the others their own snapshots.
+    What the ranks load after a failure:
+
+    | failure | saves are synchronous | saves are asynchronous |
+    | --- | --- | --- |
+    | process or hang | checkpoint in storage | snapshot in host memory |
+    | host | checkpoint in storage | newest durable checkpoint in storage |
+    | host, with a copy on another host | — | the lost host's ranks: that copy; the others: their snapshots |
+
+    The copy is on a partner host that gets every snapshot, or in a replica of the model on another host.
     """
     step = step_seconds or (plan.predicted.step_seconds if plan.predicted is not None else None)
     cost = checkpoint_cost(run, plan, step)
@@ -137,18 +162,20 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
     save = copy + rank_bytes / WRITE_RATE
     save_cost = cost.cost_seconds if cost.cost_seconds is not None else save
     interval = cost.interval_seconds or auto_interval(save_cost, save, cluster.nodes, cluster.host_mtbf_hours)
-    # A lag is the time from the start of a save until its state can be loaded, 0 if training waits for the save.
+    # A lag is the time from the start of a save until its state can be loaded. It is 0 if training waits for the
+    # save.
     process_load, process_lag = (from_memory, copy) if cost.beside_training else (from_storage, 0.0)
     host_load = from_storage
     host_lag = save if cost.beside_training else 0.0
     if cost.partner is not None and not cost.partner_link_share:
-        # The replica sends both parts of the lost rank with all of its port.
+        # The other replica has both parts of the lost rank's state, and sends them with the whole bandwidth of its
+        # port.
         sent_seconds = PORT_SHARE * REPLICA_PARTS * rank_bytes / partner_rate(run.cluster)
         host_load = REPLICA_PARTS * from_memory + sent_seconds
         host_lag = copy
     elif cost.partner_seconds is not None and run.checkpoint.partner_every == 1:
-        # Copies to the partner take only PORT_SHARE of the port's bandwidth. Reading a copy back takes all of it, and so that share of
-        # the time.
+        # Copies to the partner use only the share PORT_SHARE of the port's bandwidth. Reading a copy back uses all
+        # of it, so it takes PORT_SHARE of the time.
         host_load = from_memory + PORT_SHARE * cost.partner_seconds
         host_lag = copy + cost.partner_seconds
     crash_share = 1 - assumed.hang_share
@@ -194,7 +221,9 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
 
 
 def host_loss_alternatives(model: FailureModel) -> Iterator[tuple[str, FailureModel]]:
-    """Yield the run with other answers to a lost host: no spares, fewer hosts meanwhile, and enough spares."""
+    """Yield (name, failure model) for three other answers to a lost host: wait for a host, continue on fewer hosts, and
+    enough spare hosts.
+    """
     enough = max(1, spares_needed(model))
     yield "no spares, wait for a host", replace(model, spares=0, wait_seconds=None)
     yield "no spares, continue on fewer hosts", replace(model, spares=0, wait_seconds=0.0)
@@ -205,7 +234,7 @@ def host_loss_alternatives(model: FailureModel) -> Iterator[tuple[str, FailureMo
 
 
 def effective_sentence(prediction: EffectiveTime) -> str:
-    """The prediction in a sentence."""
+    """Return the prediction as a sentence."""
     model = prediction.model
     parts = ", ".join(f"{share:.2%} {name}" for name, share in prediction.losses.items() if share >= 0.00005)
     return (
@@ -215,9 +244,9 @@ def effective_sentence(prediction: EffectiveTime) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in the unit that suits it.
+    """Return a duration as text, in the largest unit of which it has at least two.
 
-    A unit is used from two of it on:
+    90 minutes are less than two hours, so they are written in minutes:
 
     >>> duration_text(5400), duration_text(100_000)
     ('90.0 minutes', '27.8 hours')

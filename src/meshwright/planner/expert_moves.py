@@ -1,4 +1,9 @@
-"""Options of a plan with experts, where recorded loads determine their gain: copies, their keep, and expert placement."""
+"""Options of a plan with experts whose gain depends on recorded loads: copies of experts, keeping the copies, and
+expert placement.
+
+Each function that yields plans has the arguments of a `Move`: the run, the plan to change, and the memory of a device
+in bytes or None.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,17 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.groups import copies_experts, experts_over
 
 SLOT_RATIO = 4
-"""Ratio of the numbers of slots that the planner tries."""
+"""Ratio of one tried number of slots to the next: 1, 4, 16, …"""
 
 
 def copies(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """`plan` with copies of loaded experts for each number of slots that the run's pins allow; none without recorded loads.
+    """Yield `plan` with copies of busy experts, for each number of slots that the pins allow.
 
-    Slots are one, four and so on up to all experts of other ranks; with all of them, fixed copies are offered too. Weights are not kept
-    for the step unless that is pinned.
+    Nothing is yielded without recorded loads.
+
+    A slot is memory for one copied expert. The numbers of slots are 1, 4, 16, … up to the number of all experts of
+    other ranks. With that last number, fixed copies of all experts are also yielded. The copied weights are kept for
+    the whole step only if that is pinned.
     """
     pins = pins_of(run)
     if plan.experts is None or not _spread_by_loads(run, plan) or copies_experts(plan):
@@ -36,7 +44,10 @@ def copies(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
 
 
 def owners(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """`plan` with owners that follow the loads; none without recorded loads, and where owners cannot move."""
+    """Yield `plan` with expert placement by loads.
+
+    Nothing is yielded without recorded loads, or if experts cannot move in this plan.
+    """
     model = run.model
     pins = pins_of(run)
     if plan.experts is None or not _spread_by_loads(run, plan) or plan.experts.policy == "fixed":
@@ -50,28 +61,29 @@ def owners(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
 
 
 def kept_copies(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """`plan` with copies that are kept for the step."""
+    """Yield `plan` with copies that are kept for the whole step."""
     if plan.experts is not None and plan.experts.policy != "none" and not plan.experts.keep:
         yield replace(plan, experts=replace(plan.experts, keep=True))
 
 
 def copies_text(plan: Plan) -> str:
-    """Policy and slots of copies of experts."""
+    """Return a text with the policy and the slots of copied experts."""
     if plan.experts is None or plan.experts.policy == "none":
         return "none"
     return f"{plan.experts.policy}, at most {plan.experts.slots} a rank" + ", kept for the step" * plan.experts.keep
 
 
 def placement_text(plan: Plan) -> str:
+    """Return the expert placement of the plan as a word."""
     return plan.experts.placement if plan.experts else "even"
 
 
 def _spread_by_loads(run: RunSpec, plan: Plan) -> bool:
-    """Whether several ranks share the trained experts of a layer, and recorded loads say which."""
+    """Return whether several ranks divide the trained experts of a layer, and recorded loads are known."""
     recorded = run.train.expert_load not in (None, EQUAL_LOADS)
     return recorded and run.model.adapter is None and _group(plan) > 1
 
 
 def _group(plan: Plan) -> int:
-    """Ranks that share the experts of a layer."""
+    """Return the number of ranks that divide the experts of a layer."""
     return experts_over(plan) * plan.axis_size("tensor")

@@ -1,7 +1,7 @@
 """Explains a plan in sentences with numbers: what limits its step, and why another plan was not chosen.
 
-The numbers come from `plan.predicted`. `limits` also simulates variants of the plan that need more memory than the devices
-have, to price what limited memory costs.
+The numbers come from `plan.predicted`. `limits` also simulates variants of the plan that need more memory than the
+devices have. They show how much time the limited memory costs.
 """
 
 from __future__ import annotations
@@ -42,30 +42,35 @@ MOVES = {
     "expert": "tokens to their experts and back",
     "offload": "copies to and from host memory",
 }
-"""Communication along each axis."""
+"""What the ranks of each axis send to each other; "offload" is for copies to host memory."""
 SIMPLER = "the simpler plan is taken"
+"""Why a plan wins a tie if it is simpler."""
 ROOMIER = "the plan that leaves more memory free is taken"
+"""Why a plan wins a tie although it is not simpler: the other plan needs more memory."""
 STEADIER = "the plan that loses less on a slower network is taken"
+"""Why a plan wins a tie although it is not simpler: the other plan uses the network between nodes more."""
 SAFER = "the plan with more margin, in memory or for a slower network, is taken"
+"""Why a plan wins a tie although it is not simpler, if either or both of these reasons may apply."""
 MAX_NAMED_RANGES = 2
-"""Most layer ranges that a sentence lists; if there are more, it states the number of layers."""
+"""Maximum number of ranges of layers that a sentence lists. If there are more, it states the number of layers."""
 MIN_SHARE = 0.01
-"""Smallest share of the step time at which `limits` reports a part."""
+"""Smallest share of the step time at which `limits` reports a part of the step."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A part of a step's time that limits it."""
+    """A part of a step's time that could be saved."""
 
     name: str
-    """compute, the axis whose communication is exposed, bubble, host, or memory."""
+    """"compute", "bubble", "host", "memory", or the axis whose communication is exposed."""
     seconds: float
-    """Time saved if this part cost nothing."""
+    """Seconds of a step that would be saved if this part cost nothing."""
     text: str
+    """The sentence that is printed."""
 
 
 def limits(run: RunSpec, plan: Plan) -> tuple[Limit, ...]:
-    """The parts that limit the step of `plan`, largest first; empty where no step time is predicted."""
+    """Return the parts that limit the step of `plan`, the largest first; an empty tuple if no step time is predicted."""
     predicted = plan.predicted
     if predicted is None or predicted.step_seconds is None or predicted.breakdown is None:
         return ()
@@ -100,7 +105,7 @@ def limits(run: RunSpec, plan: Plan) -> tuple[Limit, ...]:
 
 
 def border(run: RunSpec, plan: Plan, axis: str) -> str:
-    """The link that `axis` communicates over, in words, with its rate."""
+    """Return a text that names the link over which the ranks of `axis` communicate, with its rate."""
     cluster = as_nodes(run.cluster)
     if axis == "offload":
         return "on the host link"
@@ -117,7 +122,7 @@ def border(run: RunSpec, plan: Plan, axis: str) -> str:
 
 
 def reason_against(run: RunSpec, best: Candidate, other: Candidate) -> str:
-    """Return why the planner chose `best` and not `other`, both plans for `run`."""
+    """Return why the planner chose `best` and not `other`. Both are plans for `run`."""
     if not other.fits:
         return f"does not fit: {shortfall(run, other.plan)}"
     best_prediction = best.plan.predicted
@@ -140,7 +145,7 @@ def reason_against(run: RunSpec, best: Candidate, other: Candidate) -> str:
 
 
 def reason_for(best: Plan, other: Plan) -> str:
-    """Return why `best` is taken when the two plans cannot be told apart (`finalists.simplest`)."""
+    """Return why `best` wins if the times of the two plans cannot be distinguished (`finalists.simplest`)."""
     if complexity(best) <= complexity(other):
         return SIMPLER
     fuller = peak_bytes(other) > peak_bytes(best) and any(len(stages) > 1 for stages in other.schedule.stages)
@@ -151,10 +156,10 @@ def reason_for(best: Plan, other: Plan) -> str:
 
 
 def why_not_distinguished(best: Candidate, other: Candidate) -> str:
-    """Return why the prediction does not show that `other` takes longer than `best`; empty where it does.
+    """Return why the prediction does not show that `other` takes longer than `best`; empty if it shows that.
 
-    Plans within `SAME_TIME_TOLERANCE` of each other cannot be told apart, and the simplest is taken.
-    Where `other` is predicted faster by more than that, the sentence says why it was not chosen.
+    If the times of two plans differ by at most `SAME_TIME_TOLERANCE`, they cannot be distinguished, and the simplest
+    plan is chosen. If `other` is predicted to be faster by more than that, the text says why it was not chosen.
     """
     behind = other.behind(best)
     least = SAME_TIME_TOLERANCE * best.seconds
@@ -170,7 +175,11 @@ def why_not_distinguished(best: Candidate, other: Candidate) -> str:
 
 
 def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> str:
-    """The pipeline rank of `plan` that exceeds its usable memory most, by how much, and its largest categories, as a sentence."""
+    """Return a sentence about the pipeline rank of `plan` that exceeds its usable memory most: by how much, and its
+    largest categories.
+
+    `usable_bytes` is the usable memory of a device, by default the usual share of the cluster's.
+    """
     bytes_by_rank = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     needs = [sum(by_category.values()) for by_category in bytes_by_rank]
     limits = usable_by_rank(run, plan, usable_bytes or HEADROOM * (run.cluster.memory_bytes() or 0))
@@ -187,9 +196,9 @@ def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> st
 
 
 def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
-    """Text that names the layers of these strategies: up to two ranges, else the number of layers out of `total`.
+    """Return a text that names the layers of `layers`, the strategies of some of the model's `total` layers.
 
-    Two ranges are named, more are counted:
+    Up to two ranges are named. If there are more, the text states the number of layers:
 
     >>> on_layers([LayerStrategy(range="0-7"), LayerStrategy(range="31")], total=32)
     'layers 0-7 and 31'
@@ -203,13 +212,16 @@ def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
 
 
 def micro_batches_text(plan: Plan) -> str:
-    """The size of the plan's micro-batches in words."""
+    """Return a text with the size of the plan's micro-batches."""
     count = plan.batch.micro_batch
     return f"micro-batches of {count} sequence{'s' * (count > 1)}"
 
 
 def parts_of(predicted: Predicted) -> dict[str, float]:
-    """The breakdown as a flat dict: compute, exposed AXIS, bubble and host, in seconds, without zeros."""
+    """Return the seconds of a step by part: "compute", "exposed AXIS", "bubble" and "host".
+
+    Parts of 0 seconds are left out.
+    """
     if predicted.breakdown is None:
         return {}
     exposed = {f"exposed {axis}": seconds for axis, seconds in predicted.breakdown.exposed.items()}
@@ -223,14 +235,17 @@ def parts_of(predicted: Predicted) -> dict[str, float]:
 
 
 def _slower_parts(best_prediction: Predicted, other_prediction: Predicted) -> Mapping[str, float]:
-    """The parts that take longer in the other prediction, with the difference in seconds."""
+    """Return the parts that take longer in the other prediction, with the difference in seconds."""
     best_parts = parts_of(best_prediction)
     difference = {name: seconds - best_parts.get(name, 0.0) for name, seconds in parts_of(other_prediction).items()}
     return {name: seconds for name, seconds in difference.items() if seconds > 0}
 
 
 def _first_extra_cost(best: Plan, other: Plan) -> str:
-    """The first setting that costs time or memory in `other` and not in `best`, for plans whose seconds are equal or unknown."""
+    """Return the first setting that costs time or memory in `other` and not in `best`.
+
+    It is for plans whose predicted seconds are equal or unknown.
+    """
     best_layer = best.layers[0]
     other_layer = other.layers[0]
     lower_memory = RECOMPUTE_MODES.index(other_layer.recompute) > RECOMPUTE_MODES.index(best_layer.recompute)
@@ -263,13 +278,15 @@ def _compute_text(predicted: Predicted, seconds: float) -> str:
 
 
 def _memory_limits(run: RunSpec, plan: Plan, predicted: Predicted) -> list[Limit]:
-    """Settings that cost time and are used only because memory is limited: recompute, reshard, small micro-batches."""
+    """Return the settings that cost time and are used only because memory is limited: recompute, reshard, small
+    micro-batches.
+    """
     budget = run.cluster.memory_bytes()
     limits_found = []
     if budget is None or predicted.step_seconds is None:
         return []
     for (cost_text, without_text), roomy in _plans_with_more_memory(run, plan):
-        # Where the plan without the setting fits, memory does not force it.
+        # If the plan without the setting fits, limited memory is not the reason for the setting.
         bytes_by_rank = memory_of(run.model, slot_run(run, roomy).train, roomy, cpu=run.cluster.is_cpu)
         usable = usable_by_rank(run, plan, HEADROOM * budget)
         if all(sum(rank_bytes.values()) <= limit for rank_bytes, limit in zip(bytes_by_rank, usable, strict=True)):
@@ -285,7 +302,10 @@ def _memory_limits(run: RunSpec, plan: Plan, predicted: Predicted) -> list[Limit
 
 
 def _plans_with_more_memory(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, str], Plan]]:
-    """((text of a setting that costs time, text of its absence), the plan without that setting) for each such setting."""
+    """Yield, for each setting that saves memory and costs time, two texts and the plan without the setting.
+
+    The texts are the beginnings of two clauses, for example ("recompute full takes", "without it").
+    """
     pins = pins_of(run)
     batch = plan.batch
     if any(layer.recompute != "none" for layer in plan.layers):
@@ -297,7 +317,7 @@ def _plans_with_more_memory(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[st
         yield ("gathering weights again takes", "if they stayed gathered"), replace(plan, layers=layers)
     if pins.micro_batch is None and not batch.accumulate % 2 and batch.accumulate // 2 >= plan.axis_size("pipeline"):
         larger = replace(batch, micro_batch=2 * batch.micro_batch, accumulate=batch.accumulate // 2)
-        with suppress(BadInput):  # the schedule needs other numbers of micro-batches
+        with suppress(BadInput):  # the schedule may not support the smaller number of micro-batches
             yield (
                 (f"micro-batches of {batch.micro_batch} cost", f"with {larger.micro_batch}"),
                 _checked(run, replace(plan, batch=larger)),
@@ -305,7 +325,7 @@ def _plans_with_more_memory(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[st
 
 
 def _checked(run: RunSpec, plan: Plan) -> Plan:
-    """`plan`; raises BadInput when its schedule cannot be made."""
+    """Return `plan`. Raises BadInput if its schedule cannot be made."""
     memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     return plan
 
@@ -319,5 +339,5 @@ def _difference_text(seconds: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Seconds with two decimal places, or milliseconds with three digits."""
+    """Return seconds with two decimal places, or below 0.1 s milliseconds with three digits."""
     return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:#.3g} ms"

@@ -1,7 +1,12 @@
 """Suggests changes of a run under which a plan fits into memory. A search tries each change, the cheapest first.
 
-The order: removing a pin (a plan field that the run file fixes), less of a pinned optimizer's state in host memory or in narrower moments,
-shorter sequences, which change the training a little, chips with more memory, more nodes.
+The order of the changes:
+
+- a pin is removed (a pin is a plan key that the run file sets);
+- less of an offloaded optimizer's state, narrower moments, narrower gradient sums;
+- shorter sequences, which change the training a little;
+- chips with more memory;
+- more nodes.
 """
 
 from __future__ import annotations
@@ -20,10 +25,14 @@ from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 
 MAX_FIXES = 3
+"""Maximum number of changes that are suggested."""
 TRIES = 32
-"""Most changes that are tried. If no change helps, all these tries take a tenth of the time of a full search."""
+"""Maximum number of changes that are tried.
+
+If none helps, all tries together take a tenth of the time of a full search.
+"""
 DOUBLINGS = 6
-"""Most times that sequences are halved, and nodes doubled."""
+"""Maximum number of times that sequences are halved, or the number of nodes is doubled."""
 MEMORY_PINS = (
     "micro_batch",
     "recompute",
@@ -47,28 +56,32 @@ MEMORY_PINS = (
 
 @dataclass(frozen=True)
 class Fix:
-    """A change that makes the run fit."""
+    """A change under which a plan fits into memory."""
 
     words: str
     """The override to type, or the pin to remove from the run file."""
     plan: Plan
-    """The plan under that change."""
+    """The plan with that change."""
 
     @property
     def text(self) -> str:
+        """Return the change with the step time and the memory of its plan, as printed."""
         predicted = self.plan.predicted
         seconds = f"{predicted.step_seconds:.2f} s a step, " if predicted and predicted.step_seconds else ""
         return f"{self.words}: {seconds}{peak_bytes(self.plan) / 1e9:.1f} GB a rank"
 
 
 def search_or_suggest_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> SearchResult:
-    """`search`, with suggested fixes in its OutOfResources error."""
+    """Return the result of `search`. If it raises OutOfResources, suggested changes are added to the message."""
     with _suggesting_fixes(run, memory_bytes, trainable):
         return search(run, memory_bytes=memory_bytes, trainable=trainable)
 
 
 def choose_or_suggest_fixes(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> DeviceChoice:
-    """`choose_devices`, with suggested fixes in its OutOfResources error."""
+    """Return the result of `choose_devices`.
+
+    If it raises OutOfResources, suggested changes are added to the message.
+    """
     with _suggesting_fixes(run, memory_bytes, trainable):
         return choose_devices(run, memory_bytes=memory_bytes, trainable=trainable)
 
@@ -89,7 +102,7 @@ def _suggesting_fixes(run: RunSpec, memory_bytes: int | None, trainable: bool) -
 def fixes(
     run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True, max_fixes: int = MAX_FIXES
 ) -> tuple[Fix, ...]:
-    """Up to `max_fixes` changes under each of which a search finds a plan that fits, cheapest first."""
+    """Return up to `max_fixes` changes, the cheapest first, with each of which a search finds a plan that fits."""
     fixes_found: list[Fix] = []
     fitting: list[RunSpec] = []
     tries = 0
@@ -104,12 +117,12 @@ def fixes(
             if plan is not None:
                 fixes_found.append(Fix(words, plan))
                 fitting.append(changed)
-                break  # later steps of the same change cost more
+                break  # a larger step of the same change costs more
     return tuple(fixes_found)
 
 
 def _includes_changes_of(run: RunSpec, fixed: RunSpec) -> bool:
-    """Whether `run` contains every change that makes `fixed` fit, at least as far, and so fits but costs more."""
+    """Return whether `run` has at least the changes of `fixed`. Since `fixed` fits, `run` fits too, but costs more."""
     own_pins = vars(pins_of(run))
     fixed_pins = vars(pins_of(fixed))
     return (
@@ -121,7 +134,10 @@ def _includes_changes_of(run: RunSpec, fixed: RunSpec) -> bool:
 
 
 def _changes_in_steps(run: RunSpec, *, chips: bool) -> Iterator[Iterable[tuple[str, RunSpec]]]:
-    """Changes of the run, cheapest first, each in steps from small to large; then two of them combined."""
+    """Yield the changes of the run, the cheapest first, then combinations of two changes.
+
+    Each change is an iterable of steps from small to large, each as (the words to type, the changed run).
+    """
     pinned = [*_unpinned(run)]
     yield pinned
     yield _less_host_state(run)
@@ -143,10 +159,12 @@ def _changes_in_steps(run: RunSpec, *, chips: bool) -> Iterator[Iterable[tuple[s
 
 
 def _prefixed(before: str, steps: Iterable[tuple[str, RunSpec]]) -> Iterator[tuple[str, RunSpec]]:
+    """Yield the steps with `before` in front of their words."""
     return ((before + words, run) for words, run in steps)
 
 
 def _plan_for(run: RunSpec, memory_bytes: int | None, trainable: bool) -> Plan | None:
+    """Return the best plan of a run; None if it has none."""
     try:
         return search(run, memory_bytes=memory_bytes, trainable=trainable).best.plan
     except (BadInput, OutOfResources):
@@ -154,7 +172,7 @@ def _plan_for(run: RunSpec, memory_bytes: int | None, trainable: bool) -> Plan |
 
 
 def _unpinned(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """The run without each one of its pins, then without all of them."""
+    """Yield the run without each single one of its pins, then without all of them."""
     pins = pins_of(run)
     given = [name for name in MEMORY_PINS if getattr(pins, name) is not None]
     for name in given:
@@ -164,7 +182,7 @@ def _unpinned(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 
 
 def _less_host_state(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Smaller shares of a pinned optimizer's state in host memory, the others on the devices."""
+    """Yield the run with a smaller share of the optimizer's state in host memory, if its offload is pinned."""
     pins = pins_of(run)
     if pins.offload in ("optimizer", "both"):
         for share in (0.75, 0.5, 0.25):
@@ -173,7 +191,7 @@ def _less_host_state(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 
 
 def _narrower_moments(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Moments of a pinned optimizer in host memory in formats that round."""
+    """Yield the run with moments in narrower formats, which round, if the offload of the optimizer is pinned."""
     pins = pins_of(run)
     narrower: dict[Moments, tuple[Moments, ...]] = {"fp32": ("bf16", "int8"), "bf16": ("int8",), "int8": ()}
     if pins.offload in ("optimizer", "both"):
@@ -182,18 +200,19 @@ def _narrower_moments(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 
 
 def _narrower_sums(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Sums of gradients in a format that rounds, beside a pinned optimizer in host memory."""
+    """Yield the run with gradient sums in bf16, which rounds, if the offload of the optimizer is pinned."""
     pins = pins_of(run)
     if pins.offload in ("optimizer", "both") and pins.accumulation != "bf16":
         yield "plan.accumulation=bf16, which rounds", replace(run, plan=replace(pins, accumulation="bf16"))
 
 
 def _only_others(pins: PlanKeys) -> PlanKeys:
+    """Return the pins without those that affect memory."""
     return replace(pins, **dict.fromkeys(MEMORY_PINS))
 
 
 def _shorter(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """The sequence length halved repeatedly, with the same tokens per step."""
+    """Yield the run with its sequence length halved 1, 2, 3, … times, and with the same number of tokens per step."""
     train = run.train
     for halved in range(1, DOUBLINGS + 1):
         seq, odd = divmod(train.seq_len, 2**halved)
@@ -205,7 +224,10 @@ def _shorter(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 
 
 def _larger_chips(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """Chips of the same generation with more memory, the smallest first; only those that come in such nodes."""
+    """Yield the run on chips of the same generation with more memory, the smallest first.
+
+    Only chips whose nodes have at least as many devices are tried.
+    """
     own = CHIPS.get(run.cluster.gpu)
     if own is None or run.cluster.groups or run.cluster.memory_gib is not None:
         return
@@ -219,7 +241,7 @@ def _larger_chips(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 
 
 def _more_nodes(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    """The number of nodes doubled repeatedly."""
+    """Yield the run with its number of nodes doubled 1, 2, 3, … times."""
     if run.cluster.groups or run.cluster.emulate_nodes > 1:
         return
     for doubled in range(1, DOUBLINGS + 1):

@@ -144,10 +144,23 @@ class LayoutSearch:
     def _leading(self, limit: float = inf) -> list[Candidate]:
         """`leading` for `run` alone; layouts that are estimated to take longer than `limit` seconds may be left out."""
         costs = SpaceCosts(self.run, self.pricing, self.space)
+        candidates = self._fitting(costs, MAX_SLOWDOWN, limit)
+        if not candidates and limit == inf:
+            # What fits may be much slower than what fits by the closed form only.
+            candidates = self._fitting(costs, inf, limit)
+        # The closed form may overestimate memory by more than the margins.
+        plans = (
+            []
+            if candidates or limit < inf
+            else moved_to_fit(self.run, [least.plan for least in self.smallest], self.budget)
+        )
+        return candidates or [self.estimator.by_stages(plan) for plan in plans]
+
+    def _fitting(self, costs: SpaceCosts, max_slowdown: float, limit: float) -> list[Candidate]:
+        """Plans that fit of layouts that are at most `max_slowdown` times slower than the fastest, or more if all are simulated slower."""
         for margin in MARGINS:
-            max_slowdown = MAX_SLOWDOWN
+            memory_limit = margin * self.memory_limit
             while True:
-                memory_limit = margin * self.memory_limit
                 swept = sweep(
                     self.run,
                     self.pricing,
@@ -167,14 +180,8 @@ class LayoutSearch:
                     break
                 max_slowdown = needed_slowdown
             if candidates or self.budget is None or not len(swept.points):  # with a smaller factor no other point fits
-                break
-        # The closed form may overestimate memory by more than the margins.
-        plans = (
-            []
-            if candidates or limit < inf
-            else moved_to_fit(self.run, [least.plan for least in self.smallest], self.budget)
-        )
-        return candidates or [self.estimator.by_stages(plan) for plan in plans]
+                return candidates
+        return []
 
     @cached_property
     def smallest(self) -> list[Candidate]:

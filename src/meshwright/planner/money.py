@@ -1,7 +1,8 @@
-"""Money, energy and time of training: from the step time, the price and the power of a device, and the share of time that trains.
+"""Money, energy and time of a training.
 
-The share (`planner.effective_time`) takes out failures, restarts and checkpoints, and the evaluations of the run; without periodic
-checkpoints it counts evaluations alone, because the time of failures is not known.
+They follow from the step time, the price and the power of a device, and the share of time in which the run trains. That
+share (`planner.effective_time`) excludes failures, restarts, checkpoints and evaluations. Without periodic checkpoints
+it excludes only evaluations, because the time that failures cost is not known.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from meshwright.spec.run import RunSpec
 OWN_CURRENCY = "costs "
 """Unit of a price that the user gave: its currency is not known."""
 FORWARD_SHARE = 1 / 3
-"""Time of an evaluation's forward relative to a step on as many tokens."""
+"""Seconds of an evaluation relative to a step on the same number of tokens: it has only the forward."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,11 @@ class Rate:
     """A price or a power, with its source."""
 
     value: float | None
+    """Money per hour, or watts; None if it is not known."""
     source: str
+    """Where the value comes from, or why it is not known."""
     unit: str = ""
-    """Before a number in words: the currency, or "costs " for a price in the user's own."""
+    """What is written in front of the number: the currency, or "costs " for a price in the user's own currency."""
 
     @property
     def currency(self) -> str:
@@ -38,31 +41,46 @@ class Rate:
 
 @dataclass(frozen=True)
 class Expense:
-    """What a training takes; money is in the currency of the price."""
+    """What a training takes.
+
+    Money is in the currency of the price; values that depend on something unknown are None.
+    """
 
     gpus: int
-    """Devices that train and are counted; idle devices are not."""
+    """Number of devices that train; idle devices do not count."""
     price_per_gpu_hour: Rate
+    """Price of one device for one hour."""
     watts_per_gpu: Rate
+    """Power of one device with its share of host and network."""
     training_share: float
     """Share of the time in which the run trains."""
     money_per_million_tokens: float | None
+    """Money for a million tokens."""
     kwh_per_million_tokens: float | None
+    """Energy for a million tokens in kWh."""
     tokens: float | None
-    """Tokens of the whole training; without them the rest is unknown."""
+    """Number of tokens of the whole training. If it is None, the fields below are None too, except `low` and `high`."""
     days: float | None
+    """Days of the whole training."""
     gpu_hours: float | None
+    """Number of devices times hours of the whole training."""
     money: float | None
+    """Money of the whole training."""
     kwh: float | None
+    """Energy of the whole training in kWh."""
     low: float | None = None
-    """Lower end of the 80% band of days, GPU-hours, money and energy, as a factor on them. They are in proportion to the step, so this is
-the band of the step."""
+    """Lower end of the 80% band of days, GPU-hours, money and energy, as a factor on them.
+
+    They are proportional to the step time, so they have its band.
+    """
     high: float | None = None
     """Upper end of that band, as a factor."""
 
 
 def price_of(cluster: ClusterSpec, asked: float | None = None) -> Rate:
-    """The price of one device for one hour: as asked, as the cluster states, or the table's."""
+    """Return the price of one device for one hour: `asked` (the option `--price`), else the cluster's, else the
+    table's.
+    """
     if asked is not None:
         return Rate(asked, "--price", OWN_CURRENCY)
     if cluster.price_per_gpu_hour is not None:
@@ -75,7 +93,7 @@ def price_of(cluster: ClusterSpec, asked: float | None = None) -> Rate:
 
 
 def watts_of(cluster: ClusterSpec) -> Rate:
-    """The power of one device with its share of host and network."""
+    """Return the power of one device with its share of host and network."""
     if cluster.watts_per_gpu is not None:
         return Rate(cluster.watts_per_gpu, "cluster.watts_per_gpu")
     if cluster.groups or cluster.gpu not in WATTS:
@@ -87,7 +105,11 @@ def watts_of(cluster: ClusterSpec) -> Rate:
 
 
 def expense(run: RunSpec, plan: Plan, tokens: float | None = None, price: float | None = None) -> Expense | None:
-    """What training with `plan` takes, for `tokens` in all if given; None without a step time."""
+    """Return what a training with `plan` takes; None if the step time is not known.
+
+    `tokens` is the number of tokens of the whole training, `price` the price of a device for an hour (by default
+    `price_of`).
+    """
     predicted = plan.predicted
     if predicted is None or not predicted.step_seconds:
         return None
@@ -108,7 +130,7 @@ def expense_of(
     price: float | None = None,
     share: float = 1.0,
 ) -> Expense:
-    """What `gpus` devices take that train on `tokens_per_second` in the mean, interruptions included.
+    """Return what a training on `gpus` devices takes, at `tokens_per_second` on average, interruptions included.
 
     100 devices at 2 dollars an hour train on 10⁶ tokens a second. 10¹⁰ tokens take 10,000 seconds, or 278 GPU-hours:
 
@@ -141,13 +163,13 @@ def expense_of(
 
 
 def training_share(run: RunSpec, plan: Plan) -> float:
-    """Share of the time in which a run trains, after failures, restarts, checkpoints and evaluations."""
+    """Return the share of the time in which a run trains: without failures, restarts, checkpoints and evaluations."""
     effective = predict_effective_time(run, plan)
     return (1.0 if effective is None else effective.effective) / (1 + _evaluation_seconds_per_step_second(run))
 
 
 def _evaluation_seconds_per_step_second(run: RunSpec) -> float:
-    """Seconds of evaluations for each second of steps."""
+    """Return the seconds of evaluations for each second of steps."""
     if not run.train.validate_every:
         return 0.0
     tokens = run.data.validation_tokens or MOST_VALIDATION_TOKENS

@@ -1,4 +1,6 @@
-"""Compares plans over cluster and batch sizes: scaling with GPUs, GPU hours, and the batch with the shortest training."""
+"""Compares plans over cluster and batch sizes: scaling with the number of GPUs, GPU-hours, and the batch with the
+shortest training.
+"""
 
 from __future__ import annotations
 
@@ -13,64 +15,79 @@ from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.run import RunSpec
 
 BATCHES = tuple(2.0**power for power in range(-4, 6))
-"""Batch sizes that are tried for the shortest training, relative to the run's."""
+"""Batch sizes that are tried for the shortest training, as factors of the run's batch size: 1/16 to 32."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """The run on a number of GPUs: the answer of a search, or why there is none."""
+    """The best plan of a run on a number of GPUs, or why there is none."""
 
     gpus: int
+    """Number of GPUs."""
     run: RunSpec
+    """The run with the cluster of that size."""
     answer: SearchResult | None
+    """The result of the search; None if there is no plan."""
     refused: str = ""
+    """Why there is no plan; empty if there is one."""
 
     @property
     def seconds(self) -> float | None:
+        """Return the step time; None if it is not known."""
         predicted = self.answer.best.plan.predicted if self.answer else None
         return predicted.step_seconds if predicted else None
 
     @property
     def mfu(self) -> float | None:
+        """Return the model FLOPs utilisation; None if it is not known."""
         predicted = self.answer.best.plan.predicted if self.answer else None
         return predicted.mfu if predicted else None
 
     @property
     def tokens_per_second(self) -> float | None:
+        """Return the tokens per second of all GPUs together, without interruptions; None if the step time is not known."""
         return self.run.train.global_batch * self.run.train.seq_len / self.seconds if self.seconds else None
 
     @cached_property
     def training_share(self) -> float:
-        """Share of the time in which the run trains: after failures, restarts, checkpoints and validations."""
+        """Return the share of the time in which the run trains: without failures, restarts, checkpoints and
+        evaluations.
+        """
         return training_share(self.run, self.answer.best.plan) if self.answer else 1.0
 
     def gpu_hours(self, tokens: float) -> float | None:
-        """GPU hours of training on `tokens`, with interruptions; None where the step time is not known."""
+        """Return the GPU-hours of a training on `tokens`, with interruptions; None if the step time is not known."""
         rate = self.tokens_per_second
         return self.gpus * tokens / (rate * self.training_share) / 3600 if rate else None
 
 
 @dataclass(frozen=True)
 class Training:
-    """A whole training with one batch size: the number of steps that it needs, on one cluster."""
+    """A whole training with one batch size on one cluster."""
 
     point: Point
+    """The plan of a step."""
     steps: float
+    """Number of steps."""
     seconds: float
+    """Seconds of the whole training, with interruptions."""
 
     @property
     def batch(self) -> int:
+        """Return the global batch in sequences."""
         return self.point.run.train.global_batch
 
     @property
     def gpu_hours(self) -> float:
+        """Return the number of GPUs times the hours of the training."""
         return self.point.gpus * self.seconds / 3600
 
 
 def cluster_sizes(run: RunSpec, first: int, last: int) -> tuple[int, ...]:
-    """`first` GPUs, then doubled up to `last`.
+    """Return the sizes `first`, 2 · `first`, 4 · `first`, … up to `last`, in GPUs.
 
-    Raises BadInput for an empty range, a size above one node that is not whole nodes, and clusters of unlike nodes.
+    Raises BadInput if 1 ≤ `first` ≤ `last` does not hold, if a size above one node is not a whole number of nodes, and
+    for clusters that cannot be resized (`at_size`).
     """
     if not 1 <= first <= last:
         raise BadInput(f"--gpus {first}..{last}: expected A..B with 1 ≤ A ≤ B, such as --gpus 8..1024")
@@ -83,9 +100,10 @@ def cluster_sizes(run: RunSpec, first: int, last: int) -> tuple[int, ...]:
 
 
 def at_size(run: RunSpec, gpus: int) -> RunSpec:
-    """The run on `gpus` devices: whole nodes of the cluster's size, or a part of one node.
+    """Return the run on `gpus` devices: on a whole number of nodes of the cluster, or on a part of one node.
 
-    Raises BadInput for other numbers of devices and for clusters that cannot be resized.
+    Raises BadInput for other numbers of devices, and for clusters of different nodes, of emulated nodes or of CPU
+    ranks.
     """
     cluster = run.cluster
     if cluster.is_cpu or cluster.groups or cluster.emulate_nodes > 1:
@@ -105,19 +123,21 @@ def at_size(run: RunSpec, gpus: int) -> RunSpec:
 
 
 def scaling(run: RunSpec, sizes: Sequence[int], *, trainable: bool = True) -> tuple[Point, ...]:
-    """The best plan for the run on each number of GPUs, with the same global batch (strong scaling)."""
+    """Return the best plan for the run on each number of GPUs, with the same global batch (strong scaling)."""
     return tuple(point_of(at_size(run, gpus), trainable=trainable) for gpus in sizes)
 
 
 def fastest(points: Sequence[Point]) -> Point:
-    """The point with the shortest step. Raises OutOfResources when no point has a step time."""
+    """Return the point with the shortest step. Raises OutOfResources if no point has a step time."""
     return min(_known(points), key=lambda point: point.seconds or 0.0)
 
 
 def cheapest(points: Sequence[Point]) -> Point:
-    """The point with the fewest GPU hours per token; the faster of points that cost the same within a thousandth.
+    """Return the point with the fewest GPU-hours per token.
 
-    Raises OutOfResources when no point has a plan.
+    Of points within a thousandth of that, it is the one with the shortest step.
+
+    Raises OutOfResources if no point has a step time.
     """
     known = _known(points)
     least = min(point.gpu_hours(1.0) or 0.0 for point in known)
@@ -132,13 +152,15 @@ def shortest_training(
     *,
     trainable: bool = True,
 ) -> tuple[Training, ...]:
-    """Trainings with different batch sizes to the loss that the run reaches after `tokens`, the shortest first.
+    """Return trainings with different batch sizes, the shortest first.
 
-    A batch of B tokens needs S = S_min (1 + B_crit / B) steps (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11 solved for steps);
-    S_min follows from the run's batch. `sizes` are numbers of GPUs; without them the run's cluster is used.
-    Raises OutOfResources when no batch has a plan.
+    Each ends with the loss that the run reaches after `tokens` tokens.
 
-    With S_min = 1,000 and B_crit = 4 · 10⁶ tokens, batches of 10⁶ and 4 · 10⁶ tokens take 5,000 and 2,000 steps:
+    A batch of B tokens needs S = S_min (1 + B_crit / B) steps (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11
+    solved for steps). B_crit is `critical_batch_tokens`, and S_min follows from the run's own batch. `sizes` are
+    numbers of GPUs, by default the size of the run's cluster. Raises OutOfResources if no batch has a plan.
+
+    With S_min = 1,000 and B_crit = 4 · 10⁶ tokens, batches of 10⁶ and 4 · 10⁶ tokens need 5,000 and 2,000 steps:
 
     >>> [round(1_000 * (1 + 4e6 / batch)) for batch in (1e6, 4e6)]
     [5000, 2000]
@@ -162,7 +184,7 @@ def shortest_training(
 
 
 def point_of(run: RunSpec, *, trainable: bool = True) -> Point:
-    """The answer of a search for the run, or why there is none."""
+    """Return the result of a search for the run, or why there is none."""
     try:
         return Point(run.cluster.ranks, run, search(run, trainable=trainable))
     except OutOfResources as error:
@@ -172,6 +194,7 @@ def point_of(run: RunSpec, *, trainable: bool = True) -> Point:
 
 
 def _known(points: Sequence[Point]) -> list[Point]:
+    """Return the points with a step time. Raises OutOfResources if there are none."""
     known = [point for point in points if point.seconds]
     if known:
         return known

@@ -1,4 +1,6 @@
-"""All combinations of layer settings as array axes: a cost of one setting is computed once for each of its values."""
+"""All combinations of layer settings as axes of arrays, so that a cost that depends on one setting is computed once per
+value.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,22 @@ from meshwright.workload.layouts import Layouts, strategy_columns
 class OptionGrid:
     """Combinations of layer settings.
 
-    An array of costs has an axis for each setting and one for points. Axes on which a cost does not depend have length 1.
+    An array of costs has five axes of settings (`shape`), and a last axis of points of the search. If a cost does not
+    depend on a setting, its axis has length 1, and NumPy broadcasts it.
     """
 
     gradients: tuple[Gradients, ...]
+    """Values of `gradients`."""
     offloads: tuple[Offload, ...]
+    """Values of `offload`."""
     recomputes: tuple[Recompute, ...]
+    """Values of `recompute`."""
     reshards: tuple[bool, ...]
+    """Values of `reshard`."""
 
     @cached_property
     def options(self) -> tuple[LayerStrategy, ...]:
-        """The combinations, in the order of the axes."""
+        """Return all combinations, in the order of the axes."""
         return tuple(
             LayerStrategy(reshard=reshard, gradients=gradients, recompute=recompute, offload=offload)
             for gradients, offload, recompute, reshard in product(
@@ -38,17 +45,23 @@ class OptionGrid:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Lengths of the axes of settings; offload has two, of the optimizer and of activations."""
+        """Return the lengths of the axes of settings: (gradients, optimizer offload, activation offload, recompute,
+        reshard).
+        """
         optimizer = len({option.optimizer_offloaded for option in self.options})
         return len(self.gradients), optimizer, len(self.offloads) // optimizer, len(self.recomputes), len(self.reshards)
 
     @cached_property
     def offloads_optimizer(self) -> np.ndarray:
-        """By combination, 1 where the optimizer's state is offloaded, else 0."""
+        """Return an array of shape (combinations,): 1 if the combination offloads the optimizer's state, else 0."""
         return np.array([float(option.optimizer_offloaded) for option in self.options])
 
     @cached_property
     def _columns(self) -> dict[str, np.ndarray]:
+        """Return the columns of `Layouts` that settings decide.
+
+        Each has the axes of the settings, and a last axis of length 1.
+        """
         by_option = [strategy_columns(option) for option in self.options]
         return {
             name: _without_constant_axes(np.array([columns[name] for columns in by_option]).reshape(*self.shape, 1))
@@ -56,22 +69,25 @@ class OptionGrid:
         }
 
     def layouts(self, layout: Layouts) -> Layouts:
-        """`layout` under every combination: fields that a setting decides get that setting's axis."""
+        """Return `layout` under every combination of settings.
+
+        A field of shape (points,) that a setting decides is replaced by an array with the axis of that setting.
+        """
         return replace(layout, **self._columns)
 
     def spread(self, by_option: np.ndarray) -> np.ndarray:
-        """An array (combinations, points) with an axis for each setting."""
+        """Return an array of shape (combinations, points) with the axes of the settings: shape (*self.shape, points)."""
         return by_option.reshape(*self.shape, by_option.shape[-1])
 
     def flat(self, costs: Array, points: int) -> np.ndarray:
-        """Costs with an axis for each setting as an array (combinations, points)."""
+        """Return costs with the axes of the settings as an array of shape (combinations, points)."""
         return np.broadcast_to(costs, (*self.shape, points)).reshape(prod(self.shape), points)
 
 
 def _without_constant_axes(column: np.ndarray) -> np.ndarray:
-    """`column` with one value along each axis on which it does not depend.
+    """Return `column` with length 1 along each axis on which its values do not depend.
 
-    A column that does not depend on the second option has one value along it:
+    This column does not depend on the second axis:
 
     >>> _without_constant_axes(np.array([[1, 1, 1], [2, 2, 2]])).shape
     (2, 1)

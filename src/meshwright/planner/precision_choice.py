@@ -1,7 +1,8 @@
-"""A plan's step in every number format of matmuls, for dense layers and for experts: `plan --precision`.
+"""Predicts a plan's step in every number format of matmuls, for dense layers and for experts (the command `plan
+--precision`).
 
-The cost model prices formats that this release cannot train; each entry says whether it can. Rates of fp4 and MXFP8 are the datasheet's,
-times the share that published runs on Blackwell reach (constants.yaml: gemm_low, gemm_block, gemm_fp4).
+Some of these formats this release cannot train; each entry says whether it can. Rates of fp4 and MXFP8 are the
+datasheet's, times the share that published runs on Blackwell reach (constants.yaml: gemm_low, gemm_block, gemm_fp4).
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from meshwright.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class MatmulFormat:
-    """A format of matmuls, with its scales."""
+    """A number format of matmuls, with its scales."""
 
     name: str
+    """The name that `--precision` takes."""
     peak: str
-    """Format of the chip table's peaks."""
+    """The format of the peak in the chip table."""
     kind: float
-    """`Machine.product_format`."""
+    """The value of `Machine.matmul_format`."""
     bits: int
+    """Bits of a number."""
     linear: str | None
     """The value of `plan.linear` that trains it; None if this release cannot."""
     accuracy: str
+    """What is known about the accuracy of training in this format."""
 
 
 MATMUL_FORMATS = (
@@ -72,19 +76,22 @@ MATMUL_FORMATS = (
 
 @dataclass(frozen=True)
 class FormatPrice:
-    """The plan's step with dense layers and experts in these formats."""
+    """The predicted step of the plan with dense layers and experts in two formats."""
 
     dense: str
+    """Name of the format of the dense layers."""
     experts: str
-    """As `dense` for a model without experts."""
+    """Name of the format of the experts; the same as `dense` for a model without experts."""
     seconds: float
+    """Predicted seconds of a step."""
     cannot_train: str
     """Why this release cannot train it; empty if it can."""
     accuracy: str
+    """What is known about the accuracy of the narrower of the two formats."""
 
 
 def format_named(name: str) -> MatmulFormat:
-    """The format of this name. Raises BadInput with the nearest.
+    """Return the format with this name. Raises BadInput with the nearest name.
 
     Case does not matter:
 
@@ -95,9 +102,10 @@ def format_named(name: str) -> MatmulFormat:
 
 
 def priced_formats(run: RunSpec, plan: Plan, narrowest: MatmulFormat) -> tuple[FormatPrice, ...]:
-    """The plan's step in every format of the chip that has at least the bits of `narrowest`, the fastest first.
+    """Return the plan's predicted step in each format of the chip with at least as many bits as `narrowest`, the
+    fastest first.
 
-    The closed form gives the ratios; the plan's predicted step is their base. Empty without a step time.
+    The closed form gives the ratio of each step to the plan's own step. Empty if the plan has no predicted step time.
     """
     cluster = as_nodes(run.cluster)
     chip = chip_of(cluster)
@@ -132,7 +140,7 @@ def priced_formats(run: RunSpec, plan: Plan, narrowest: MatmulFormat) -> tuple[F
 
 
 def _refusal(dense: MatmulFormat, experts: MatmulFormat) -> str:
-    """Why this release cannot train with these formats; empty if it can."""
+    """Return why this release cannot train with these two formats; empty if it can."""
     missing = next((entry.name for entry in (dense, experts) if entry.linear is None), None)
     if missing:
         return f"this release has no matmuls in {missing}"
@@ -142,7 +150,10 @@ def _refusal(dense: MatmulFormat, experts: MatmulFormat) -> str:
 def _machine(
     priced: Pricing, datasheet: Machine, dense: MatmulFormat, expert_peak: float, experts: MatmulFormat
 ) -> Machine:
-    """The plan's machine with matmuls in these formats; measured rates of other parts stay."""
+    """Return the plan's machine with the matmul rates of these formats.
+
+    Its measured rates of other operations do not change.
+    """
     return replace(
         priced.machine,
         peak=datasheet.peak,
@@ -154,4 +165,5 @@ def _machine(
 
 
 def _on(priced: Pricing, machine: Machine) -> Pricing:
+    """Return the inputs of the cost model with another machine, which all blocks use."""
     return replace(priced, machine=machine, other_formats={})

@@ -1,4 +1,4 @@
-"""Explains in sentences why a plan was chosen, or why no plan exists."""
+"""Explains in sentences why a plan was chosen, or why there is no plan."""
 
 from __future__ import annotations
 
@@ -49,19 +49,27 @@ SINGLE_RANK_NAMES = {
 }
 """How a sentence names an axis that has one rank."""
 GRADIENTS = {"whole": "kept whole between micro-batches", "shard": "reduced after every micro-batch"}
+"""How a sentence describes the values of the setting `gradients`."""
 KERNEL_REASONS: Mapping[CopyOption, Callable[[RunSpec, Plan], str | None]] = {
     GATHERS: kernel_gathers_reason,
     TOKENS: kernel_token_exchange_reason,
 }
-"""Functions that return why kernels are used in place of copy engines, where step times did not decide it."""
+"""Functions that return why NCCL kernels are used instead of copy engines, for cases in which step times did not
+decide.
+"""
 TRANSFERS = frozenset(option.transfer_name for option in COPY_OPTIONS)
+"""Names of the transfers for which kernels or copy engines can be chosen."""
 TRANSPORT_NAMES = {"copy_engine": "copy engines", "nccl": "kernels"}
+"""How a sentence names what carries a transfer."""
 
 
 def reasons(
     best: Candidate, others: Sequence[Candidate], run: RunSpec, fits: Callable[[Plan], bool] = lambda plan: False
 ) -> tuple[str, ...]:
-    """Return a sentence per choice in `best`, compared with the `others`; `fits` returns whether a plan fits into memory."""
+    """Return one sentence for each choice in `best`, compared with the plans `others`.
+
+    `fits` returns whether a plan fits into memory.
+    """
     plan = best.plan
     pins = pins_of(run)
     guessed = is_guessed(run.cluster)
@@ -81,6 +89,7 @@ def reasons(
 
 
 def _guess_note(cluster: ClusterSpec) -> str:
+    """Return the sentence that says that the device's rates are guessed."""
     device = "a CPU" if cluster.is_cpu else cluster.gpu
     return f"plans are compared with guessed rates of {device}; a prediction of step times needs a profile (meshwright profile)"
 
@@ -88,7 +97,12 @@ def _guess_note(cluster: ClusterSpec) -> str:
 def _compare_values(
     best: Candidate, others: Sequence[Candidate], name: str, value: Callable[[Plan], object], guessed: bool = False
 ) -> str:
-    """Compares the chosen value with the fastest plans of other values: how much longer they take, or that this is not known."""
+    """Return a sentence that compares the chosen value of a setting with the fastest plans that have other values of
+    it.
+
+    It states how much longer those plans take, or why their times cannot be distinguished. `value` returns the value of
+    the setting in a plan.
+    """
     compared = [(value(other.plan), other) for other in nearest_values(best, others, value)]
     if not compared:
         return ""
@@ -110,7 +124,7 @@ def _compare_values(
 
 
 def _transport_reasons(best: Candidate, others: Sequence[Candidate], run: RunSpec) -> Iterator[str]:
-    """Yield the reasons why kernels or copy engines gather weights and exchange tokens, where the search could choose."""
+    """Yield the reasons why kernels or copy engines gather weights and exchange tokens, if the search could choose."""
     for option, kernel_reason in KERNEL_REASONS.items():
         ranks = option.ranks(best.plan)
         if ranks == 1 or option.pin(pins_of(run)) is not None or run.cluster.is_cpu:
@@ -125,9 +139,7 @@ def _transport_reasons(best: Candidate, others: Sequence[Candidate], run: RunSpe
 
 
 def _value_text(name: str, value: object) -> str:
-    """The value of a setting, for a sentence.
-
-    A setting and its value:
+    """Return a setting and its value, for a sentence.
 
     >>> _value_text("tensor", 2)
     'tensor 2'
@@ -140,6 +152,7 @@ def _value_text(name: str, value: object) -> str:
 
 
 def _other_value_text(name: str, value: object) -> str:
+    """Return the value of another plan for the same setting, for a sentence: "with 4", "without"."""
     if name == "gradients":
         return f"with them {GRADIENTS[str(value)]}"
     if name in TRANSFERS:
@@ -148,13 +161,15 @@ def _other_value_text(name: str, value: object) -> str:
 
 
 def _difference_text(best: Candidate, other: Candidate, guessed: bool) -> str:
-    """How much longer the other plan takes: in seconds, or relative to the best step if the device rates are `guessed`."""
+    """Return how much longer the other plan takes: in seconds, or in percent of the best step if the device's rates are
+    `guessed`.
+    """
     behind = other.behind(best)
     return f"{behind / best.seconds:.0%}" if guessed else seconds_text(behind)
 
 
 def _layer_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> Iterator[str]:
-    """Why some layers recompute activations or offload."""
+    """Yield why some layers recompute activations or offload."""
     pins = pins_of(run)
     total = run.model.layers
     low_memory = [layer for layer in plan.layers if layer.recompute != "none"]
@@ -170,6 +185,7 @@ def _layer_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> It
 
 
 def _host_memory(plan: Plan, run: RunSpec) -> list[str]:
+    """Return sentences about the memory of each host that the plan's offload uses."""
     sizes = host_bytes(run.model, run.train, plan, run.cluster.nodes)
     labelled = zip(("activations take", "the optimizer takes", "sums of gradients take"), sizes, strict=True)
     return [
@@ -178,13 +194,13 @@ def _host_memory(plan: Plan, run: RunSpec) -> list[str]:
 
 
 def _guess_suffix(run: RunSpec) -> str:
-    """A note that host memory is a guess, if `cluster.host_memory_gib` is not set."""
+    """Return a remark that the size of host memory is a guess, if `cluster.host_memory_gib` is not set."""
     known = run.cluster.host_memory_gib is not None or run.cluster.is_cpu
     return "" if known else f"; assumes {host_gib(run):,.0f} GiB per host, because cluster.host_memory_gib is not set"
 
 
 def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> str:
-    """Return why no plan fits into `budget` bytes: the memory of the plan that needs least."""
+    """Return why no plan fits into `budget` bytes per device. The text describes the plan that needs least memory."""
     smallest = min(
         candidates, key=lambda candidate: (host_excess_bytes(run, candidate.plan), peak_bytes(candidate.plan))
     ).plan
@@ -202,7 +218,7 @@ def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> 
 
 
 def no_layout(run: RunSpec) -> str:
-    """Return why the run's pins and sizes allow no layout."""
+    """Return why the pins and sizes of the run allow no layout."""
     pins = pins_of(run)
     cluster = run.cluster
     batch = run.train.global_batch
@@ -228,7 +244,7 @@ def no_layout(run: RunSpec) -> str:
 
 
 def _expert_misfit(run: RunSpec, expert: int) -> str | None:
-    """Return why experts cannot be spread over `expert` ranks together with the pinned axes, or None."""
+    """Return why experts cannot be divided over `expert` ranks together with the pinned axes; None if they can."""
     pins = pins_of(run)
     experts = run.model.experts
     tensor = pins.tensor or 1

@@ -1,8 +1,10 @@
-"""Seconds of a step of reinforcement learning by phase: hand-over of weights, sampling, training.
+"""Predicts the seconds of a step of reinforcement learning by phase: hand-over of weights, sampling of answers,
+training.
 
-Sampling is the serving simulator's time for the requests of the rank with the longest answer: the batch of decodes shrinks as answers end,
-and while the last ones run most of the device is idle. Training is the plan's price for the rows that questions and answers fill. The time
-of rewards is that of the user's function, which nobody can predict.
+- Sampling: the serving simulator plays the requests of the rank with the longest answer. As answers end, fewer requests
+  run together; while the last answers are sampled, most of the device is idle.
+- Training: the predicted step of the plan, for the rows that questions and answers fill.
+- The time of rewards is that of the user's own function, so it is not predicted.
 """
 
 from __future__ import annotations
@@ -28,37 +30,46 @@ from meshwright.workload.dtypes import bytes_of
 from meshwright.workload.rollout_memory import rollout_options
 
 Lengths = Sequence[Sequence[int]]
-"""Of each question its tokens, then those of each answer."""
+"""For each question a sequence of numbers of tokens: of the question, then of each of its answers."""
 COPY_SECONDS = 15e-6
-"""Time of a parameter's copy beside that of its bytes."""
+"""Seconds to copy one parameter tensor, in addition to the time for its bytes."""
 NO_LIMITS = ServeLimits(ttft_seconds=1e6, tpot_seconds=1e6)
+"""Latency limits that every request meets."""
 LATER = 1e-6
-"""Seconds after which the further answers to a question arrive: the first computes the question for all."""
+"""Seconds by which the other answers to a question arrive after the first.
+
+The first one computes the question for all of them.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlSeconds:
-    """Predicted seconds of a step, mean over the updates of a batch of answers."""
+    """Predicted seconds of a step, as a mean over the updates of a batch of answers."""
 
     handover: float
+    """Seconds in which the engine gets the trainer's weights."""
     rollout: float
+    """Seconds of sampling."""
     training: float
+    """Seconds of the trainer's step."""
     rows: int
     """Rows of `train.seq_len` tokens that the questions and answers of a step fill."""
     mean_tokens: float
+    """Mean number of tokens of an answer."""
     longest: int
-    """Tokens of the longest answer."""
+    """Number of tokens of the longest answer."""
 
     @property
     def total(self) -> float:
-        """The step without the time of rewards."""
+        """Return the seconds of the step without the time of rewards."""
         return self.handover + self.rollout + self.training
 
 
 def rl_seconds(run: RunSpec, plan: Plan, lengths: Lengths | None = None, rows: int | None = None) -> RlSeconds:
-    """Predict the phases of a step, for answers of `lengths` of a batch, and so many rows of a step; by default those expected.
+    """Return the predicted phases of a step.
 
-    Raises BadInput, saying why, where they cannot be predicted.
+    `lengths` are those of a batch, by default `expected_lengths`. `rows` is the number of rows that are trained per
+    step, by default as many as the lengths fill. Raises BadInput with the reason if times cannot be predicted.
     """
     assert run.rl is not None
     if run.rl.exact:
@@ -81,9 +92,10 @@ def rl_seconds(run: RunSpec, plan: Plan, lengths: Lengths | None = None, rows: i
 
 
 def expected_lengths(rl: RlSpec, prompts: int, seq_len: int) -> Lengths:
-    """Lengths of a batch before any is known: geometric ones of the mean that `rl` presumes, cut at `rl.new_tokens`, in a random order.
+    """Return lengths of a batch before any answer is known.
 
-    Example: of 512 answers with a mean of 128 tokens and no limit near, the longest has 888.
+    Answers have a geometric distribution with the mean that `rl` presumes, cut at `rl.new_tokens`, in random order.
+    Example: of 512 answers with a mean of 128 tokens and a much higher limit, the longest has 888.
     """
     count = prompts * rl.updates * rl.samples
     mean = min(rl.presumed_answer or rl.new_tokens / 2, rl.new_tokens)
@@ -97,9 +109,10 @@ def expected_lengths(rl: RlSpec, prompts: int, seq_len: int) -> Lengths:
 
 
 def _scale(mean: float, most: int) -> float:
-    """The scale of an exponential distribution that has this mean once it is cut at `most`; a mean near `most` takes a large one.
+    """Return the scale of an exponential distribution that has the given mean after its values are cut at `most`.
 
-    Answers of 100 tokens on average that are cut at 256 come from a distribution with a longer mean:
+    A mean near `most` needs a large scale. For example, if values are cut at 256 tokens and then have a mean of 100,
+    the scale is:
 
     >>> round(_scale(mean=100, most=256), 1)
     111.1
@@ -113,7 +126,7 @@ def _scale(mean: float, most: int) -> float:
 
 
 def _rollout(run: RunSpec, plan: Plan, lengths: Lengths) -> float:
-    """Seconds of the engine of the rank whose answers are longest."""
+    """Return the seconds of sampling on the rank with the longest answer."""
     ranks = plan.ranks
     options = rollout_options(run, plan.ranks)
     shares = [lengths[len(lengths) * rank // ranks : len(lengths) * (rank + 1) // ranks] for rank in range(ranks)]
@@ -133,14 +146,17 @@ def _rollout(run: RunSpec, plan: Plan, lengths: Lengths) -> float:
 
 
 def _handover(run: RunSpec, plan: Plan) -> float:
-    """Seconds in which an engine gets all weights: read and written in device memory, and moved where ranks divide them."""
+    """Return the seconds in which an engine gets all weights.
+
+    They are read and written in device memory, and sent between ranks if several ranks divide them.
+    """
     prices = pricing(run.model, run.train, plan, run.cluster)
     if prices is None:
         raise BadInput(unpredicted_message(run.cluster))
     count = parameter_count(run.model)
     precision = plan.precision
     written = count * bytes_of(precision.compute)
-    # Frozen weights, those of nearly all of a model with adapters, are stored in the dtype of compute.
+    # A model with adapters has almost only frozen weights. They are stored in the compute dtype.
     read = count * bytes_of(precision.stored if run.model.adapter is None else precision.compute)
     seconds = (read + written) / number(prices.machine.hbm) + COPY_SECONDS * len(parameters(run.model))
     if plan.ranks > 1:
@@ -150,7 +166,7 @@ def _handover(run: RunSpec, plan: Plan) -> float:
 
 
 def _training(run: RunSpec, plan: Plan, rows: int) -> float:
-    """Seconds of the plan's step for so many rows."""
+    """Return the predicted seconds of the plan's step for `rows` rows."""
     each = plan.batch.global_batch // plan.batch.accumulate
     count = max(-(-rows // each), 1)
     batch = replace(plan.batch, global_batch=each * count, accumulate=count)

@@ -1,4 +1,4 @@
-"""Lengths of samples that a run expects, from its file of lengths or from the index of its data."""
+"""Reads the lengths of samples that a run expects, from its file of lengths or from the index of its data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from meshwright.workload.expected_lengths import LengthHistogram, mixed_histogra
 
 
 def expected_histogram(run: RunSpec) -> LengthHistogram | None:
-    """The histogram of `data.lengths`, or with `data.packing: none` that of the data; None where the data cannot be read."""
+    """Return the histogram in the file `data.lengths`, or with `data.packing: none` that of the data.
+
+    None if the samples are packed or the data cannot be read. Raises BadInput if the file of lengths is invalid.
+    """
     if run.data.lengths is not None:
         return recorded_histogram(run.data.lengths)
     if run.data.packing != "none":

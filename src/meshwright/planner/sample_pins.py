@@ -1,4 +1,4 @@
-"""Pins of hybrid ranks and their slots, for a run of samples of any length whose lengths are known."""
+"""Chooses hybrid ranks and the size of their slots, for a run with samples of different lengths that are known."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from meshwright.spec.hybrid import model_error
 from meshwright.spec.run import RunSpec
 
 SEARCHED_BATCHES = 8
-"""Global batches that a search plays."""
+"""Number of random global batches that are simulated for each layout."""
 _DECIDED = ("hybrid", "capacity", "shard", "replicate", "tensor", "layers", "schedule", "reshard", "gradients")
-"""Pins beside which the search does not choose hybrid ranks."""
+"""If one of these keys is pinned, hybrid ranks are not chosen."""
 
 
 def with_hybrid_ranks(run: RunSpec, memory_bytes: int | None) -> tuple[RunSpec, str]:
-    """`run` with pinned hybrid ranks, and why; `run` and no reason where whole samples take less time or lengths are unknown."""
+    """Return `run` with pinned hybrid ranks, and the reason as a sentence.
+
+    Return the unchanged `run` and "" in these cases: whole samples on single ranks take less time, the lengths are
+    unknown, the model does not support it, or the pins exclude it.
+    """
     pins = pins_of(run)
     decided = any(getattr(pins, key) is not None for key in _DECIDED) or run.cluster.ranks == 1
     if run.train.global_batch_tokens is None or decided or model_error(run.model):
@@ -43,7 +47,7 @@ def with_hybrid_ranks(run: RunSpec, memory_bytes: int | None) -> tuple[RunSpec, 
 
 
 def _reason(choice: SampleChoice) -> str:
-    """Return a sentence about the step times with other slots."""
+    """Return a sentence that compares the step time with those of other slot sizes."""
     best, *others = choice.layouts
     longer = [
         f"{seconds_text(other.seconds - best.seconds)} longer with {slots_text(other.layout)}"

@@ -1,4 +1,8 @@
-"""Slots and times of samples of any length in a plan, and the run of equal lengths that the planner searches with."""
+"""Sizes of slots and times of samples in a plan for samples of different lengths, and the run that the planner searches
+instead.
+
+A slot is the space for tokens that one rank has in a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,15 @@ from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 
 TILE = 128
-"""Tokens of which longer slots are a multiple."""
+"""Longer slots are a multiple of this number of tokens."""
 
 
 def searched_run(run: RunSpec) -> RunSpec:
-    """The run as the planner searches for its plan: full slots in place of samples, on data ranks; other runs unchanged."""
+    """Return the run for which the planner searches a plan.
+
+    For a run with samples of different lengths it has full slots instead of samples, and only data ranks. Other runs
+    are returned unchanged.
+    """
     tokens = run.train.global_batch_tokens
     pins = pins_of(run)
     if tokens is None:
@@ -36,7 +44,9 @@ def searched_run(run: RunSpec) -> RunSpec:
 
 
 def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanKeys) -> RunSpec:
-    """The run with slots of the hybrid ranks as sequences of shard ranks, which have the same weights and matmuls."""
+    """Return the run for pinned hybrid ranks: their slots are sequences of shard ranks, which have the same weights and
+    matmuls.
+    """
     ranks = pins.hybrid or 1
     tensor = pins.tensor or 1
     schedule = pins.schedule or "1f1b"
@@ -56,7 +66,8 @@ def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanKeys) -> RunSpec:
         micro_batch=1,
         schedule=schedule,
     )
-    if pins_of(run).offload_capacity is not None:  # longer slots need no more memory only beside no other offload
+    # Longer slots with offload need no more memory only if nothing else is offloaded.
+    if pins_of(run).offload_capacity is not None:
         pins = replace(pins, offload=pins.offload or "none")
     if schedule != "breadth_first":
         pins = replace(pins, reshard=False, gradients="whole")
@@ -65,9 +76,10 @@ def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanKeys) -> RunSpec:
 
 
 def _capacity(ranks: int, tensor: int, longest: int) -> int:
-    """Tokens of the smallest slots that hold the longest sample, in whole tiles of matmuls where they are long enough.
+    """Return the number of tokens of the smallest slots that hold the longest sample.
 
-    A sample of 10,000 tokens takes 2,500 of each of 4 ranks, rounded up to whole tiles:
+    If they are long enough, they are rounded up to whole tiles of matmuls. A sample of 10,000 tokens takes 2,500 tokens
+    of each of 4 ranks, which are rounded up to 20 tiles of 128:
 
     >>> _capacity(ranks=4, tensor=1, longest=10_000)
     2560
@@ -77,7 +89,9 @@ def _capacity(ranks: int, tensor: int, longest: int) -> int:
 
 
 def with_hybrid_axis(run: RunSpec, plan: Plan) -> Plan:
-    """A plan of `searched_run` with the pinned hybrid ranks in place of its shard ranks, and the pinned offload by slot."""
+    """Return a plan of `searched_run` with the pinned hybrid ranks instead of its shard ranks, and with the pinned
+    offload of long slots.
+    """
     ranks = pins_of(run).hybrid or 1
     plan = with_slot_offload(run, plan)
     if ranks == 1 or plan.samples is None:
@@ -94,9 +108,12 @@ def with_hybrid_axis(run: RunSpec, plan: Plan) -> Plan:
 
 
 def sample_plan(run: RunSpec, precision: Precision) -> SamplePlan | None:
-    """Slots that hold the longest sample, and the times of samples by the cost model; None if samples have equal length.
+    """Return slots that hold the longest sample, and the times of samples by the cost model.
 
-    The times are those of the plan's matmuls on the cluster's device: only their ratios decide where samples go.
+    The result is None if all samples have equal length.
+
+    A sample of n tokens takes alpha · n² + beta · n + gamma seconds. Only the ratios of these times matter: they decide
+    on which rank a sample is computed.
     """
     if run.data.packing != "none":
         return None

@@ -1,4 +1,4 @@
-"""Plans and times of layouts for samples of unequal lengths."""
+"""Makes plans for layouts of samples with different lengths, and predicts the times of their micro-batches."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ from meshwright.workload.layer_messages import context_messages
 from meshwright.workload.step_shape import step_shape
 
 GRADIENT_BYTES = 4.0
-"""Bytes per element of the gradients of keys and values on the ring."""
+"""Bytes per element of the gradients of keys and values that a ring sends."""
 REPEATED_EXCHANGES = 1.5
-"""Bytes that hybrid ranks exchange, relative to static Ulysses ranks: the backward repeats the forward's."""
+"""Bytes that hybrid ranks exchange, relative to static Ulysses ranks: their backward repeats the exchanges of the
+forward.
+"""
 EXCHANGED_TOKENS = 4096
-"""Tokens of a part for which this exchange is priced."""
+"""Number of tokens on a rank for which the time of this exchange is computed."""
 
 
 def plan_of(
     run: RunSpec, layout: SampleLayout, strategy: LayerStrategy, micro_batches: int = 1
 ) -> tuple[RunSpec, Plan]:
-    """A plan of full micro-batches, and the run with its batch.
+    """Return a plan of full micro-batches for a layout, and the run with its batch.
 
-    Hybrid ranks have one sample of as many tokens as a micro-batch holds each.
+    All layers have the strategy `strategy`.
+
+    In the plan, hybrid ranks do not divide samples: each rank has one sample, whose tokens fill a micro-batch.
     """
     sizes: tuple[tuple[AxisName, int], ...] = (
         ("shard", layout.ranks // layout.context),
@@ -58,9 +62,10 @@ def plan_of(
 
 
 def layout_times(run: RunSpec, layout: SampleLayout, strategy: LayerStrategy) -> LayoutTimes:
-    """Times of the layout's micro-batches with this strategy of all layers; raises BadInput without rates of the device.
+    """Return the times of the layout's micro-batches, if all layers have the strategy `strategy`.
 
-    What a step takes beside the samples is the simulated time of plans with one and two micro-batches, less their samples.
+    The time of a step outside its samples is found by simulating plans with one and with two micro-batches, and
+    subtracting the time of their samples. Raises BadInput if the rates of the device are unknown.
     """
     changed, plan = plan_of(run, layout, strategy)
     priced = pricing(changed.model, changed.train, plan, run.cluster)
@@ -87,21 +92,25 @@ def _step_seconds(run: RunSpec, plan: Plan) -> float:
 
 
 def _exchange_seconds(priced: Pricing) -> float:
-    """Seconds in which a micro-batch's heads are exchanged for tokens, in all layers."""
+    """Return the seconds in which context ranks exchange tokens and heads for one micro-batch, in all layers."""
     return number(sum(context_traffic(priced.shape, priced.machine, priced.layout, priced.constants)))
 
 
 def hybrid_exchange(run: RunSpec, ranks: int, heads: int) -> float:
-    """Seconds per token of a part in which ranks of a divided sample exchange tokens for heads; infinite where none do.
+    """Return the seconds per token for which ranks that divide a sample exchange tokens for heads (Ulysses).
 
-    `heads` are the key/value heads of one of the `ranks`; samples may be divided by any number of these that divides the heads. In a
-    cluster of several nodes the ranks of a sample are taken to lie on two. With pinned Ulysses, 0 without rates of the device.
+    The result is infinite if none do.
+
+    `heads` is the number of key/value heads on one of the `ranks`. A sample may be divided over any number of ranks
+    that divides the heads. In a cluster of several nodes, the ranks of a sample are assumed to be on two nodes. If
+    Ulysses is pinned and the rates of the device are unknown, the result is 0.
     """
     pinned = pins_of(run).hybrid_attention
     ulysses = max((number for number in range(2, ranks + 1) if heads % number == 0), default=1)
     if pinned == "ring" or ulysses == 1:
         return math.inf
-    layout = SampleLayout(ulysses, EXCHANGED_TOKENS, ulysses=ulysses)  # its bytes per token depend on no other rank
+    # the bytes per token do not depend on the number of other ranks
+    layout = SampleLayout(ulysses, EXCHANGED_TOKENS, ulysses=ulysses)
     changed, plan = plan_of(run, layout, LayerStrategy(reshard=False, gradients="whole"))
     priced = pricing(changed.model, changed.train, plan, run.cluster)
     if priced is None:
@@ -114,18 +123,21 @@ def hybrid_exchange(run: RunSpec, ranks: int, heads: int) -> float:
 
 
 def always_exchanges(run: RunSpec) -> bool:
-    """Whether the run's ranks exchange tokens for heads wherever their number divides the heads."""
+    """Return whether ranks use Ulysses for every sample that is divided over a number of ranks which divides the heads."""
     return pins_of(run).hybrid_attention == "ulysses"
 
 
 def ring_seconds(run: RunSpec, plan: Plan) -> float:
-    """Seconds per token of the messages of a sample that all ranks of `plan` divide; 0 without rates of the device."""
+    """Return the seconds per token of the ring messages of a sample that all ranks of `plan` divide.
+
+    The result is 0 if the device's rates are unknown.
+    """
     priced = pricing(run.model, run.train, plan, run.cluster)
     return 0.0 if priced is None else float(_ring_time(run, priced).seconds(np.ones(1), plan.ranks)[0])
 
 
 def _ring_time(run: RunSpec, priced: Pricing) -> RingTime:
-    """Messages of a ring between the run's ranks."""
+    """Return the message sizes and rates of a ring between the run's ranks."""
     step = step_shape(priced.shape, priced.layout)
     _, passes, _ = context_messages(priced.shape, priced.layout, step)
     token_bytes = number(passes.bytes) / number(step.tokens) * number(priced.shape.attention_layers)

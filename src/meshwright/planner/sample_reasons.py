@@ -1,4 +1,4 @@
-"""Explains in sentences which layout samples of unequal lengths get, and why."""
+"""Explains in sentences which layout samples of different lengths get, and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.spec.run import RunSpec
 
 
 def layout_name(layout: SampleLayout) -> str:
-    """The axis that divides samples, and its ranks."""
+    """Return the axis over which samples are divided, with its size: "hybrid 8"."""
     axes = (
         ("context_ring", layout.ring),
         ("context_ulysses", layout.ulysses),
@@ -24,12 +24,12 @@ def layout_name(layout: SampleLayout) -> str:
 
 
 def slots_text(layout: SampleLayout) -> str:
-    """Tokens of the layout's slots."""
+    """Return the number of tokens of the layout's slots as text."""
     return f"{layout.capacity:,}" + (f" and, with offload, {layout.offload.capacity:,}" if layout.offload else "")
 
 
 def sample_reasons(run: RunSpec, choice: SampleChoice) -> Iterator[str]:
-    """Sentences on the choice and its assumptions, or why there is none."""
+    """Yield sentences about the choice and its assumptions, or about why there is no choice."""
     if choice.obstacle:
         yield choice.obstacle
         return
@@ -55,7 +55,7 @@ def sample_reasons(run: RunSpec, choice: SampleChoice) -> Iterator[str]:
 
 
 def _compared(best: PlayedLayout, other: PlayedLayout) -> str:
-    """How much longer the best layout of the other kind takes."""
+    """Return how much longer the best layout of the other kind (static or hybrid) takes."""
     kind = "hybrid" if other.layout.hybrid else "static"
     behind = other.seconds - best.seconds
     text = f"the best {kind} layout, {layout_name(other.layout)} with {other.layout.capacity:,} tokens a rank,"
@@ -65,7 +65,7 @@ def _compared(best: PlayedLayout, other: PlayedLayout) -> str:
 
 
 def _capacity_reason(choice: SampleChoice, best: PlayedLayout) -> Iterator[str]:
-    """How much longer hybrid ranks take with other micro-batches."""
+    """Yield how much longer hybrid ranks take with other slots."""
     others = [
         f"with {slots_text(played.layout)} {seconds_text(played.seconds - best.seconds)} longer"
         for played in choice.layouts[1:]

@@ -1,4 +1,4 @@
-"""Divides a model's layers into the stages of a schedule."""
+"""Divides a model's layers into the pipeline stages of a schedule."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from meshwright.workload.rank_layers import StageTable
 def with_stages(
     run: RunSpec, name: ScheduleName, pipeline: int, per_rank: int, mesh: tuple[MeshAxis, ...] = ()
 ) -> SchedulePlan:
-    """The schedule with its stages: as pinned, or else balanced by time.
+    """Return the schedule with its stages: the pinned ones, or else stages that take about equal time.
 
-    The last stage also has the head. On unlike nodes a pipeline rank gets layers in proportion to its speed, which follows from its nodes
+    `pipeline` is the number of pipeline ranks, and `per_rank` the number of stages on each of them. The last stage also
+    has the head. If nodes differ, a pipeline rank gets layers in proportion to its speed, which follows from its nodes
     under `mesh`.
 
-    Raises ValueError as `stage_table` does: for pinned stages that are not in the schedule's order.
+    Raises ValueError (see `stage_table`) if pinned stages are not in the order of the schedule.
     """
     layers = run.model.layers
     pins = pins_of(run)
@@ -31,9 +32,8 @@ def with_stages(
         table = stage_table(SchedulePlan(name=name, stages=pins.stages), pipeline, layers)
     else:
         speeds = _speeds(run, mesh)
-        if (
-            speeds and name == "breadth_first"
-        ):  # one layer per stage on the slowest rank; faster ranks get more in proportion
+        # One layer per stage on the slowest rank; faster ranks get more layers in proportion to their speed.
+        if speeds and name == "breadth_first":
             per_rank = max(1, int(layers * min(speeds) / sum(speeds)))
         table = balanced_stages(name, pipeline, layers, head_in_layers(run), per_rank, speeds)
         if pipeline > 1 and len(run.model.block_kinds) > 1:
@@ -47,7 +47,11 @@ def with_stages(
 
 
 def _balanced_by_flops(run: RunSpec, table: StageTable, speeds: tuple[float, ...]) -> StageTable:
-    """The stages of `table`, or others if by the FLOPs of unlike layers their slowest rank takes less time."""
+    """Return stages for a model with different kinds of layers.
+
+    They are the stages of `table`, or other stages if the slowest rank takes less time with them by the FLOPs of its
+    layers.
+    """
     model = run.model
     seq = run.train.seq_len
     of_kinds = [block_flops_per_token(block, seq, causal=True) for block in model.block_kinds]
@@ -58,7 +62,7 @@ def _balanced_by_flops(run: RunSpec, table: StageTable, speeds: tuple[float, ...
 
 
 def _speeds(run: RunSpec, mesh: tuple[MeshAxis, ...]) -> tuple[float, ...]:
-    """Relative speed of each pipeline rank; empty where nodes are alike."""
+    """Return the relative speed of each pipeline rank; an empty tuple if all nodes are equal."""
     if not run.cluster.groups or not mesh:
         return ()
     layout = Layout(tuple((axis.axis, axis.size) for axis in mesh), run.cluster.ranks_per_node)
@@ -66,15 +70,17 @@ def _speeds(run: RunSpec, mesh: tuple[MeshAxis, ...]) -> tuple[float, ...]:
 
 
 def head_in_layers(run: RunSpec) -> float:
-    """FLOPs of the output head, in units of one block's FLOPs."""
+    """Return the FLOPs of the output head, in units of the FLOPs of one block."""
     head, block = _flops_of_head_and_block(run)
     return head / block
 
 
 def _flops_of_head_and_block(run: RunSpec) -> tuple[float, float]:
-    """FLOPs of a token in the head with prediction modules, and in a block as the model's own keys describe it.
+    """Return the FLOPs of one token: (in the head with prediction modules, in a block that has the model's own
+    settings).
 
-    If one layer and the head take 14 FLOPs, and two layers and the head 24, the head takes 4 and a block 10:
+    They follow from models with one and with two such blocks. If one block and the head take 14 FLOPs, and two blocks
+    and the head take 24, the head takes 4 and a block takes 10:
 
     >>> 2 * 14 - 24, 24 - 14
     (4, 10)

@@ -1,8 +1,9 @@
-"""The best layout of a run as another training software would run it, by that software's constants: `plan --software NAME`.
+"""Finds the best layout of a run as if another training software ran it, by that software's constants: `plan --software
+NAME`.
 
-The layouts are those of published runs: tensor, pipeline (with virtual stages), context and expert ranks, micro-batch, recomputation, and
-the sharding that the software's recipes use. They are priced in closed form, as `meshwright predict` prices published runs, so the same
-constants and the same bands apply.
+The layouts are of the kinds that occur in published runs: tensor, pipeline (with virtual stages), context and expert
+ranks, micro-batch size, recomputation, and the sharding that the software's recipes use. Their times are predicted in
+closed form, as `meshwright predict` does for published runs, so the same constants and the same bands apply.
 """
 
 from __future__ import annotations
@@ -33,37 +34,53 @@ from meshwright.workload.layouts import FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape, shape_of
 
 MOST_TENSOR = 8
+"""Largest number of tensor ranks that is tried."""
 MOST_CONTEXT = 16
+"""Largest number of context ranks that is tried."""
 MOST_STAGES = 64
+"""Largest number of pipeline ranks that is tried, unless more divide the layers evenly."""
 MOST_VIRTUAL = 8
-"""Largest numbers of tensor, context and pipeline ranks, and of stages a rank, that the search tries."""
+"""Largest number of stages on one pipeline rank that is tried."""
 MICRO_BATCHES = (1, 2, 4, 8)
+"""Sizes of micro-batches that are tried, in sequences."""
 
 
 @dataclass(frozen=True)
 class SoftwarePlan:
-    """The best layout with one software; where there is none, `refused` says why and the figures are None."""
+    """The best layout with one software. If there is none, `refused` says why, and the predicted values are None."""
 
     software: str
+    """Name of the software."""
     about: str
+    """Where its constants and recipes come from."""
     constants_of: float
-    """Year of the releases that its constants follow."""
+    """Year of the releases whose runs its constants follow."""
     runs: int
-    """Published runs that its constants follow."""
+    """Number of published runs to which its constants were fitted."""
     precision: str = "bf16"
-    """Format of matmuls, of dense layers and of experts."""
+    """Number format of the matmuls of dense layers and experts."""
     layout: str = ""
+    """The layout as text: "tensor 2, data 8, fully sharded, 4 × 1"."""
     sizes: dict[str, float] | None = None
+    """The columns of `Layouts` that describe the layout, by name."""
     seconds: float | None = None
+    """Seconds of a step."""
     low: float | None = None
+    """Lower end of the 80% band of `seconds`."""
     high: float | None = None
+    """Upper end of the band."""
     tokens_per_second_per_gpu: float | None = None
     memory_bytes: float | None = None
+    """Memory of the fullest rank."""
     refused: str = ""
+    """Why there is no layout; empty if there is one."""
 
 
 def software_listed(text: str) -> tuple[TrainingSoftware, ...]:
-    """The software of a list such as `torchtitan,megatron-bridge`, or all of it. Raises BadInput for an unknown one."""
+    """Return the software of a list such as `torchtitan,megatron-bridge`; all software for "all".
+
+    Raises BadInput for an unknown name.
+    """
     others = {software.name: software for software in SOFTWARE if software.constants != OWN}
     if text == "all":
         return tuple(others.values())
@@ -73,10 +90,11 @@ def software_listed(text: str) -> tuple[TrainingSoftware, ...]:
 
 
 def best_with(run: RunSpec, software: TrainingSoftware, narrowest: MatmulFormat | None = None) -> SoftwarePlan:
-    """The layout and the format of matmuls with the shortest step that fits.
+    """Return the layout and the matmul format with the shortest step among those that fit into memory.
 
-    Formats are those of the software's published runs that the chip has, down to `narrowest`; without it to 8 bits for a run whose
-    `plan.linear` is fp8, else bf16 alone.
+    Formats are those of the software's published runs that the chip has. They have at least as many bits as
+    `narrowest`. If `narrowest` is None, they have at least 8 bits for a run whose `plan.linear` is fp8, and only bf16
+    otherwise.
     """
     counts = table()["runs"]
     answer = SoftwarePlan(software.name, software.about, software.date, int(counts.get(software.constants, 0)))
@@ -99,7 +117,9 @@ def best_with(run: RunSpec, software: TrainingSoftware, narrowest: MatmulFormat 
 def _best_layout(
     run: RunSpec, software: TrainingSoftware, answer: SoftwarePlan, chip: Chip, matmul_format: MatmulFormat
 ) -> SoftwarePlan:
-    """`answer` with the layout whose step is the shortest with matmuls in this format."""
+    """Return `answer` with the layout that has the shortest step with matmuls in this format, or with the reason why
+    there is none.
+    """
     cluster = as_nodes(run.cluster)
     machine = replace(machine_of(cluster, matmul_format.peak), matmul_format=matmul_format.kind)
     shape = _published_shape(shape_of(run.model, run.train.seq_len))
@@ -146,24 +166,26 @@ _SHOWN = (
     "micro_batches",
     "recompute",
 )
+"""Columns of `Layouts` that `SoftwarePlan.sizes` has."""
 
 
 def _published_shape(shape: Shape) -> Shape:
-    """The shape with the exchanges of tensor ranks that the constants of other software were fitted with."""
+    """Return the shape with the numbers of tensor-parallel exchanges with which the constants of other software were
+    fitted.
+    """
     shared = np.asarray(shape.shared_ffn) > 0
     exchanges = (shape.layers - shape.moe_layers) * 2 + shape.moe_layers * (1.0 + shared)
     return replace(shape, gathers=exchanges, scatters=exchanges, narrow_gathers=0.0, summed_norms=0.0)
 
 
 def _layouts(run: RunSpec, shape: Shape, machine: Machine, software: TrainingSoftware) -> Layouts | None:
-    """Layouts that the software could run, as columns; None if there is none."""
+    """Return the layouts that the software could run, as arrays of shape (layouts,); None if there are none."""
     cluster = as_nodes(run.cluster)
     model = run.model
     ranks = cluster.ranks
     layers = model.layers
-    stages = sorted(
-        {*divisors(layers), *_powers(min(MOST_STAGES, layers))}
-    )  # published runs also divide layers unevenly
+    # Powers of two are tried too, because published runs also divide layers unevenly.
+    stages = sorted({*divisors(layers), *_powers(min(MOST_STAGES, layers))})
     rows = []
     for tensor in _powers(min(MOST_TENSOR, int(machine.domain))):
         for pipeline in (size for size in stages if ranks % (tensor * size) == 0):
@@ -206,13 +228,14 @@ def _layouts(run: RunSpec, shape: Shape, machine: Machine, software: TrainingSof
 
 
 def _powers(most: int) -> list[int]:
+    """Return the powers of two up to `most`."""
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
 def _virtual_stages(layers: int, pipeline: int) -> list[int]:
-    """Stages that one pipeline rank may have.
+    """Return the numbers of stages that one pipeline rank may have.
 
-    A rank of 4 has at most 8 of 32 layers, and so at most 8 stages:
+    Of 32 layers, each of 4 ranks has 8, and so at most 8 stages:
 
     >>> _virtual_stages(layers=32, pipeline=4)
     [1, 2, 3, 4, 5, 6, 7, 8]
@@ -223,7 +246,10 @@ def _virtual_stages(layers: int, pipeline: int) -> list[int]:
 
 
 def _expert_ranks(experts: int, stage_ranks: int, software: TrainingSoftware) -> list[int]:
-    """Numbers of ranks that may divide the experts."""
+    """Return the numbers of ranks over which the experts may be divided.
+
+    `stage_ranks` is the number of ranks of a pipeline stage.
+    """
     if not experts or not software.expert_ranks:
         return [1]
     return [size for size in _powers(min(experts, stage_ranks)) if experts % size == 0 and stage_ranks % size == 0]
@@ -239,7 +265,7 @@ def _run_class(run: RunSpec, software: TrainingSoftware, generation: str) -> Run
 
 
 def _words(sizes: dict[str, float]) -> str:
-    """The layout in words: its axes, the sharding, the micro-batch and recomputation."""
+    """Return the layout as text: its axes, the sharding, number × size of micro-batches, and recomputation."""
     names = ("tensor", "pipeline", "context", "expert")
     parts = [f"{name} {sizes[name]:.0f}" for name in names if sizes[name] > 1]
     if sizes["virtual"] > 1:

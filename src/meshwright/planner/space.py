@@ -1,8 +1,11 @@
-"""Lists the layouts of a run that the search prices, as columns of numbers: mesh, micro-batch, schedule.
+"""Lists the layouts of a run whose times the search predicts, as columns of numbers: mesh, micro-batch size, schedule.
 
-The list omits layouts that are never the best, unless the user pins them: more tensor × Ulysses ranks than a fast domain (the devices that
-NVLink connects) and than eight, fewer than 512 tokens of a sequence per rank, GPipe (1F1B takes as long with less memory), and large
-micro-batches that are not a power of two.
+The list leaves out layouts that are never the best, unless the user pins them:
+
+- more tensor × Ulysses ranks than a fast domain has (the devices that NVLink connects), and more than eight;
+- fewer than 512 tokens of a sequence per rank;
+- GPipe, because 1F1B takes as long and needs less memory;
+- large micro-batches whose size is not a power of two.
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS
 
 AXES = tuple(axis for axis in get_args(AxisName) if axis != "hybrid")
-"""Axes of the search; hybrid ranks are searched as shard ranks (`sample_plan`)."""
+"""Axes of the search. Hybrid ranks are searched as shard ranks (`sample_plan`)."""
 SCHEDULES = get_args(ScheduleName)
+"""Names of all schedules; a point has the index of its schedule in this tuple."""
 BATCH_COLUMNS = ("micro", "accumulate", "schedule", "virtual")
 """Columns of a point in addition to its mesh."""
 GROUPS: dict[str, tuple[AxisName, ...]] = {
@@ -51,96 +55,122 @@ GROUPS: dict[str, tuple[AxisName, ...]] = {
     "replicate": ("replicate",),
     "pipeline": ("pipeline",),
 }
-"""Axes that form one communication group. Context ranks use the same weights, so FSDP shards weights over them too."""
-Stages = tuple[tuple[str, ...], ...]
-MIN_TOKENS = 512
-"""Fewest tokens of one sequence on a context rank."""
-VIRTUAL_STAGES = (2, 3, 4, 6, 8)
-"""Stages per rank that the search tries for the interleaved schedule, unless the stages are pinned."""
-WIDE_DOMAIN = 8
-FEW_SEQUENCES = 2
-FAST_PORT = 0.5
-"""Most tensor × Ulysses ranks where a step has fewer than `FEW_SEQUENCES` sequences per fast domain, or where ports have at least the
-share `FAST_PORT` of the links' rate.
+"""Column of strides → the axes that form one communication group.
 
-The fast domain may have fewer ranks. With so few sequences there is little data parallelism to use instead, and with such ports a node is
-hardly faster than the network.
+Context ranks use the same weights, so FSDP also shards the weights over them.
+"""
+Stages = tuple[tuple[str, ...], ...]
+"""Ranges of layers of pinned stages, for each pipeline rank."""
+MIN_TOKENS = 512
+"""Smallest number of tokens of one sequence on a context rank."""
+VIRTUAL_STAGES = (2, 3, 4, 6, 8)
+"""Numbers of stages per rank that are tried for the interleaved schedule, unless the stages are pinned."""
+WIDE_DOMAIN = 8
+"""Largest number of tensor × Ulysses ranks in the two cases below, even if the fast domain has fewer ranks."""
+FEW_SEQUENCES = 2
+"""First case: a step has fewer sequences per fast domain than this.
+
+Then there is little data parallelism to use instead.
+"""
+FAST_PORT = 0.5
+"""Second case: network ports have at least this share of the links' rate.
+
+Then the links of a node are hardly faster than the network.
 """
 MAX_ANY_DIVISOR = 64
-"""Sequences per data rank up to which the search tries every divisor as micro-batch size; above, only powers of two."""
+"""Up to this number of sequences per data rank, every divisor is tried as micro-batch size.
+
+Above it, only powers of two are tried.
+"""
 
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """Sizes of all axes, the number of expert ranks, and the order of the axes, outermost first."""
+    """The sizes and the order of all axes of a mesh, and its number of expert ranks."""
 
     sizes: tuple[int, ...]
     """Sizes in the order of `AXES`."""
     expert: int
+    """Number of ranks that divide the experts of a tensor rank."""
     order: tuple[AxisName, ...]
+    """All axes, the outermost first."""
 
     def size(self, axis: AxisName) -> int:
+        """Return the number of ranks along `axis`."""
         return self.sizes[AXES.index(axis)]
 
     @property
     def data(self) -> int:
+        """Return the number of data ranks: replicate × shard."""
         return self.size("replicate") * self.size("shard")
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """Sizes of the axes that split a model or a sequence."""
+        """Return the sizes of the axes that divide a model or a sequence."""
         return tuple(size for axis, size in zip(AXES, self.sizes, strict=True) if axis not in DATA_AXES)
 
     @property
     def context(self) -> int:
+        """Return the number of context ranks, ring and Ulysses together."""
         return self.size("context_ring") * self.size("context_ulysses")
 
     def crosses(self, axis: AxisName, per_node: int) -> bool:
-        """Whether any group along `axis` spans several nodes, of `per_node` ranks each."""
+        """Return whether a group along `axis` is on several nodes, of `per_node` ranks each."""
         return _axis_crosses_nodes(self.sizes, self.order, axis, per_node)
 
     def stride(self, *axes: AxisName) -> float:
-        """Difference of the global ranks of neighbours in a group along `axes`."""
+        """Return the difference between the global ranks of neighbours in a group along `axes`."""
         return _stride(self.sizes, self.order, axes)
 
 
 @dataclass(frozen=True)
 class Points:
-    """Layouts (points) as columns of equal length, with their meshes."""
+    """Layouts ("points" of the search) as columns of shape (points,), and their meshes."""
 
     meshes: tuple[AxisSizes, ...]
+    """The different meshes of the points."""
     mesh_columns: Mapping[str, np.ndarray]
-    """Columns by mesh: an axis's size under its name, `data`, `context`, `expert`; strides as `… stride`.
+    """Columns of shape (meshes,), by name.
 
-`copied` is 1 where copy engines gather weights. `pace` and `port` are the relative compute speed and network bandwidth on
-    heterogeneous nodes (`placement.heterogeneity_factors`).
+    - An axis has its size under its own name; `data`, `context` and `expert` are numbers of ranks.
+    - `shard stride` and the like are the strides of `GROUPS`.
+    - `copied` and `tokens copied` are 1 if copy engines gather weights, or exchange tokens between tensor ranks.
+    - `pace` and `port` are factors on compute time and network bandwidth if nodes differ, otherwise 1
+      (`placement.heterogeneity_factors`).
     """
     mesh: np.ndarray
-    """Index into `meshes`."""
+    """Index of each point's mesh in `meshes`."""
     micro: np.ndarray
+    """Sequences of a micro-batch."""
     accumulate: np.ndarray
+    """Number of micro-batches of a rank in a step."""
     schedule: np.ndarray
-    """Index into `SCHEDULES`."""
+    """Index of each point's schedule in `SCHEDULES`."""
     virtual: np.ndarray
+    """Number of stages on each pipeline rank."""
     offloads: tuple[Offload, ...]
     """Values of `offload` that the search tries, from the least to the most memory saved."""
     trainable: bool = False
-    """Whether the space is limited to plans that this release can train."""
+    """Whether all points are plans that this release can train."""
 
     def __len__(self) -> int:
         return len(self.mesh)
 
     def column(self, name: str) -> np.ndarray:
-        """The column `name` of `mesh_columns`, by point."""
+        """Return a column of `mesh_columns` with shape (points,)."""
         return self.mesh_columns[name][self.mesh]
 
     def take(self, chosen: np.ndarray) -> Points:
+        """Return the points with the indices `chosen`."""
         columns = {name: getattr(self, name)[chosen] for name in ("mesh", *BATCH_COLUMNS)}
         return replace(self, **columns)
 
 
 def points(run: RunSpec, *, trainable: bool = False) -> Points:
-    """All layouts (points) of the run that obey its pins; with `trainable` only those that this release can train."""
+    """Return all layouts (points) of the run that obey its pins.
+
+    If `trainable` is true, only those that this release can train.
+    """
     meshes = tuple(_meshes(run, trainable))
     if trainable and GATHERS.pin(pins_of(run)) == "copy_engine":
         meshes = tuple(mesh for mesh in meshes if not _shards_cross_nodes(run, mesh)) or meshes
@@ -159,7 +189,7 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
 
 
 def with_kernel_engines(run: RunSpec, space: Points) -> Points:
-    """Return the points with NCCL kernels in place of copy engines, except where copy engines are pinned."""
+    """Return the points with NCCL kernels instead of copy engines, except where copy engines are pinned."""
     pins = pins_of(run)
     zeros = np.zeros(len(space.meshes))
     pins_by_column = {option.column: option.pin(pins) for option in COPY_OPTIONS}
@@ -173,6 +203,7 @@ def with_kernel_engines(run: RunSpec, space: Points) -> Points:
 
 
 def _mesh_columns(run: RunSpec, meshes: Sequence[AxisSizes]) -> dict[str, np.ndarray]:
+    """Return `Points.mesh_columns`."""
     sizes = np.array([mesh.sizes for mesh in meshes], dtype=np.float64).reshape(-1, len(AXES))
     mesh_columns = dict(zip(AXES, sizes.T, strict=True))
     mesh_columns["data"] = mesh_columns["replicate"] * mesh_columns["shard"]
@@ -192,7 +223,11 @@ def _mesh_columns(run: RunSpec, meshes: Sequence[AxisSizes]) -> dict[str, np.nda
 
 
 def _weight_copies(run: RunSpec) -> Callable[[AxisSizes], bool]:
-    """Whether copy engines gather a mesh's weights: as pinned, else where possible, as they slow compute less than kernels."""
+    """Return a function that says whether copy engines gather the weights of a mesh.
+
+    A pin decides. Without a pin, copy engines are used where possible, because they slow compute down less than
+    kernels.
+    """
     pinned = GATHERS.pin(pins_of(run))
     possible = why_kernel_gathers(run) is None
 
@@ -205,7 +240,10 @@ def _weight_copies(run: RunSpec) -> Callable[[AxisSizes], bool]:
 
 
 def _token_copies(run: RunSpec) -> Callable[[AxisSizes], bool]:
-    """Whether copy engines exchange tokens between a mesh's tensor ranks: as pinned, else where they were measured to work."""
+    """Return a function that says whether copy engines exchange tokens between the tensor ranks of a mesh.
+
+    A pin decides. Without a pin, copy engines are used where measurements have shown that they work.
+    """
     pinned = TOKENS.pin(pins_of(run))
     possible = cache(lambda ranks: ranks > 1 and why_kernel_token_exchange(run, ranks) is None)
 
@@ -218,10 +256,12 @@ def _token_copies(run: RunSpec) -> Callable[[AxisSizes], bool]:
 
 
 def _shards_cross_nodes(run: RunSpec, mesh: AxisSizes) -> bool:
+    """Return whether a group of shard or context ranks is on several nodes."""
     return any(mesh.crosses(axis, run.cluster.ranks_per_node) for axis in SHARD_AXES)
 
 
 def _meshes(run: RunSpec, trainable: bool) -> Iterator[AxisSizes]:
+    """Yield all meshes that obey the pins."""
     pins = pins_of(run)
     ranks = run.cluster.ranks
     batch = run.train.global_batch
@@ -249,7 +289,10 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[AxisSizes]:
 
 
 def _orders(run: RunSpec, sizes: Mapping[str, int]) -> list[tuple[AxisName, ...]]:
-    """Orders of all axes that are tried: the pinned one, where it has every axis with more than one rank, else `placement.orders`."""
+    """Return the orders of all axes that are tried: the orders of `placement.orders`, or the pinned order.
+
+    A pinned order without an axis that has more than one rank gives no order at all.
+    """
     pinned = pins_of(run).order
     if pinned is None:
         return orders(run.cluster, sizes)
@@ -258,7 +301,7 @@ def _orders(run: RunSpec, sizes: Mapping[str, int]) -> list[tuple[AxisName, ...]
 
 
 def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
-    """(tensor, Ulysses, ring) sizes: the axes that split the work of one sequence."""
+    """Yield the (tensor, Ulysses, ring) sizes: the axes that divide the work of one sequence."""
     pins = pins_of(run)
     model = run.model
     domain = fast_domain(as_nodes(run.cluster))
@@ -288,17 +331,25 @@ def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]
 
 
 def _divides_heads(run: RunSpec, ranks: int) -> bool:
+    """Return whether heads and key/value heads can be divided over `ranks` ranks.
+
+    A key/value head may be on several ranks.
+    """
     model = run.model
     return model.heads % ranks == 0 and (model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0)
 
 
 def _ring_sizes(run: RunSpec, model_ranks: int, ulysses: int) -> list[int]:
+    """Return the numbers of ring ranks that leave at least `MIN_TOKENS` tokens per rank."""
     longest = run.train.seq_len // (MIN_TOKENS * ulysses)
     return [divisor for divisor in divisors(run.cluster.ranks // model_ranks) if divisor <= max(1, longest)]
 
 
 def _expert_sizes(run: RunSpec, ranks: int, tensor: int) -> list[int]:
-    """Numbers of expert ranks that divide a layer's experts; tensor ranks divide the experts too."""
+    """Return the numbers of expert ranks over which the experts of a layer can be divided.
+
+    Tensor ranks divide the experts too.
+    """
     if not run.model.experts:
         return [1]
     sizes = _pinned_or(pins_of(run).expert, divisors(ranks))
@@ -306,12 +357,13 @@ def _expert_sizes(run: RunSpec, ranks: int, tensor: int) -> list[int]:
 
 
 def _offloads(run: RunSpec) -> tuple[Offload, ...]:
+    """Return the values of `offload` that are tried."""
     pinned = pins_of(run).offload
     if pinned is not None:
         return (pinned,)
     if run.cluster.is_cpu:
         return ("none",)
-    # Only AdamW's state is updated in host memory, and averages need the weights on the device.
+    # Only AdamW can update its state in host memory, and weight averages (EMA) need the weights on the device.
     is_movable = isinstance(run.train.optimizer, AdamWSpec) and run.train.ema_decay is None
     return get_args(Offload) if is_movable else ("none", "activations")
 
@@ -321,7 +373,11 @@ def _pinned_or(pinned: int | None, otherwise: Iterable[int]) -> list[int]:
 
 
 def _batch_options(run: RunSpec, trainable: bool) -> Callable[[int, int], np.ndarray]:
-    """A function of pipeline stages and data ranks: rows of (micro-batch, accumulate, schedule index, virtual stages) to try."""
+    """Return a function of (pipeline ranks, data ranks) that lists what to try.
+
+    Its result has shape (options, 4) with the columns of `BATCH_COLUMNS`: micro-batch size, number of micro-batches,
+    index of the schedule, stages per rank.
+    """
     pins = pins_of(run)
     batch = run.train.global_batch
     layers = run.model.layers
@@ -371,7 +427,7 @@ def _step_options(
     stages: Stages | None,
     allowed: tuple[ScheduleName, ...],
 ) -> list[tuple[int, int, int, int]]:
-    """See `_batch_options`."""
+    """Return the rows of `_batch_options`; `sequences` is the number of sequences of a data rank."""
     names = [
         name for name in ((schedule,) if schedule else allowed) if _pinned_stages_fit(name, pipeline, layers, stages)
     ]
@@ -389,7 +445,7 @@ def _step_options(
 
 
 def _pinned_stages_fit(name: ScheduleName, pipeline: int, layers: int, stages: Stages | None) -> bool:
-    """Whether the pinned stages follow the order of the schedule's stages."""
+    """Return whether the pinned stages are in the order that the schedule requires."""
     if stages is None:
         return True
     try:
@@ -400,28 +456,30 @@ def _pinned_stages_fit(name: ScheduleName, pipeline: int, layers: int, stages: S
 
 
 def _worth_trying(name: str, pipeline: int, micro_batches: int) -> bool:
+    """Return whether a schedule that is not pinned can be the best."""
     if pipeline > 1:
         return name != "gpipe"
-    # On one rank the others equal 1F1B.
+    # On one rank, the other schedules are equal to 1F1B.
     return name in ("1f1b", "paired") or (name == "breadth_first" and micro_batches > 1)
 
 
 def _virtual_stage_counts(name: str, pipeline: int, layers: int, stages: Stages | None) -> tuple[int, ...]:
+    """Return the numbers of stages per rank that are tried."""
     if stages is not None:
         return (len(stages[0]),)
     if name == "interleaved":
         return VIRTUAL_STAGES
-    # A breadth-first pipeline gets one stage per layer (modular pipeline, arXiv 2106.02679): with larger stages the next rank would wait
-    # until a rank has run all layers of its stage for all micro-batches.
+    # A breadth-first pipeline has one stage per layer (modular pipeline, arXiv 2106.02679). With larger stages, the
+    # next rank would wait until a rank has computed all layers of its stage for all micro-batches.
     if name == "breadth_first":
         return (layers // pipeline if pipeline > 1 else 1,)
     return (STAGES_PER_RANK.get(name, 1),)
 
 
 def _micro_batches(sequences: int, pinned: int | None) -> list[int]:
-    """Micro-batch sizes that divide so many sequences; of many sequences powers of two only.
+    """Return the micro-batch sizes that divide `sequences`. For many sequences, only powers of two are returned.
 
-    The divisors of the 12 sequences of a data rank:
+    For the 12 sequences of a data rank:
 
     >>> _micro_batches(sequences=12, pinned=None)
     [1, 2, 3, 4, 6, 12]

@@ -1,4 +1,8 @@
-"""Lists the strategies that the search tries: a high-memory and a low-memory setting of reshard, recompute, offload."""
+"""Lists the strategies that the search tries.
+
+A strategy has two settings of reshard, recompute and offload: one for layers that may use much memory, one for layers
+that must use little.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +30,30 @@ from meshwright.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class StrategyEnd:
-    """Settings of the layers at one end (high-memory or low-memory) of a strategy."""
+    """One of the two settings of a strategy: for its high-memory layers, or for its low-memory layers."""
 
     reshard: bool
+    """Whether gathered weights are freed after each use."""
     recompute: Recompute
+    """Which activations are computed again in the backward."""
     offload: Offload = "none"
+    """Which tensors are in host memory."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Two settings of layers: `low_memory` for as few layers as the memory requires, and `high_memory` for the others."""
+    """Two settings of layers.
+
+    As few layers as the memory requires have the setting `low_memory`; the others have `high_memory`.
+    """
 
     high_memory: StrategyEnd
     low_memory: StrategyEnd
     gradients: Gradients = "shard"
+    """Value of `gradients`, the same for both settings."""
 
     def layer(self, end: StrategyEnd, text: str = "all") -> LayerStrategy:
-        """The layer strategy of one end for the range of layers `text`."""
+        """Return the layer strategy with the setting `end`, for the range of layers `text` such as "0-7"."""
         return LayerStrategy(
             range=text, reshard=end.reshard, gradients=self.gradients, recompute=end.recompute, offload=end.offload
         )
@@ -52,29 +63,37 @@ OFFLOAD_PAIRS: tuple[tuple[Offload, Offload], ...] = (("none", "activations"), (
 """Values of offload that differ in activations only: (without, with)."""
 
 PLAIN = Strategy(StrategyEnd(False, "none"), StrategyEnd(False, "none"))
-"""Strategy without reshard, recompute and offload."""
+"""The strategy without reshard, recompute and offload."""
 
 
 @dataclass(frozen=True)
 class StrategySet:
-    """The strategies that are tried, and the distinct layer settings that occur in them."""
+    """The strategies that are tried, and the layer settings that occur in them."""
 
     strategies: tuple[Strategy, ...]
+    """The strategies."""
     grid: OptionGrid
+    """All combinations of the settings' values."""
     high_memory: np.ndarray
-    """Index into `options` of each strategy's high-memory end."""
+    """Index into `options` of each strategy's high-memory setting, shape (strategies,)."""
     low_memory: np.ndarray
+    """Index into `options` of each strategy's low-memory setting, shape (strategies,)."""
     adds_activation_offload: np.ndarray
-    """By strategy, whether only the low-memory end offloads activations."""
+    """Whether only the low-memory setting of a strategy offloads activations, shape (strategies,)."""
     classes: tuple[np.ndarray, ...]
-    """Indices of strategies with the same recompute mode and activation offload; the closed form has a similar error for them."""
+    """Indices of strategies with the same recompute mode and activation offload.
+
+    The closed form has similar errors for them.
+    """
 
     @property
     def options(self) -> tuple[LayerStrategy, ...]:
+        """Return all combinations of settings, in the order of the grid."""
         return self.grid.options
 
 
 def strategy_set_of(run: RunSpec, offloads: tuple[Offload, ...]) -> StrategySet:
+    """Return the strategies that obey the run's pins, with the values `offloads` of offload."""
     grid = OptionGrid(
         gradients=gradient_modes(run),
         offloads=offloads,
@@ -85,7 +104,9 @@ def strategy_set_of(run: RunSpec, offloads: tuple[Offload, ...]) -> StrategySet:
 
 
 def lower_memory_strategies(run: RunSpec, strategy: Strategy) -> list[Strategy]:
-    """Strategies that save more memory than this one, the first the least: with reshard, then also with more recompute."""
+    """Return strategies that need less memory than `strategy`: first one with reshard, then also with more and more
+    recomputation.
+    """
     end = strategy.low_memory
     modes = recomputes(run)
     freed = replace(end, reshard=_reshard_modes(pins_of(run))[-1])
@@ -94,18 +115,19 @@ def lower_memory_strategies(run: RunSpec, strategy: Strategy) -> list[Strategy]:
 
 
 def lowest_memory_end(run: RunSpec) -> tuple[StrategyEnd, Gradients]:
+    """Return the layer setting and the value of `gradients` that need the least device memory, without offload."""
     pins = pins_of(run)
     return StrategyEnd(_reshard_modes(pins)[-1], recomputes(run)[-1]), gradient_modes(run)[0]
 
 
 def gradient_modes(run: RunSpec) -> tuple[Gradients, ...]:
-    """Values of `gradients` that are tried."""
+    """Return the values of `gradients` that are tried."""
     pinned = pins_of(run).gradients
     return ("shard", "whole") if pinned is None else (pinned,)
 
 
 def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
-    """Recompute modes that the search tries, from the least to the most memory saved."""
+    """Return the recompute modes that are tried, from the least to the most memory saved."""
     pinned = pins_of(run).recompute
     if pinned is not None:
         return (pinned,)
@@ -114,17 +136,22 @@ def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
 
 
 def _reshard_modes(pins: PlanKeys) -> list[bool]:
+    """Return the values of `reshard` that are tried."""
     return [False, True] if pins.reshard is None else [pins.reshard]
 
 
 def _attention_is_costly(run: RunSpec) -> bool:
-    """Whether the FLOPs of attention scores are at least 15% of all others; else recomputing them costs little."""
+    """Return whether the FLOPs of attention scores are at least 15% of all other FLOPs.
+
+    If not, it costs little to recompute attention.
+    """
     others = flops_per_token(run.model, 1, causal=True)
     return flops_per_token(run.model, run.train.seq_len, causal=True) >= 1.15 * others
 
 
 @lru_cache(maxsize=8)
 def _strategies_between(pairs: tuple[tuple[StrategyEnd, StrategyEnd], ...], grid: OptionGrid) -> StrategySet:
+    """Return the strategies with these (high-memory, low-memory) settings, for each value of `gradients` in the grid."""
     strategies = [
         Strategy(high_memory, low_memory, gradients)
         for gradients in grid.gradients
@@ -147,9 +174,9 @@ def _strategies_between(pairs: tuple[tuple[StrategyEnd, StrategyEnd], ...], grid
 
 
 def _strategy_ends(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[StrategyEnd, StrategyEnd]]:
-    """(high-memory, low-memory) ends of all strategies.
+    """Return the (high-memory, low-memory) settings of all strategies.
 
-    Both are equal, or differ in one of reshard, recompute and offload of activations.
+    The two settings are equal, or differ in exactly one of reshard, recompute and activation offload.
     """
     reshard_options = _reshard_modes(pins_of(run))
     recompute_options = recomputes(run)

@@ -1,7 +1,8 @@
-"""Predicts the gain of changes to the cluster or the job, by pricing the chosen plan again with a few fields adapted.
+"""Predicts how much faster a run would be with a changed cluster or job.
 
-A full search for every change would take as long as the first. So a change keeps the mesh and varies micro-batch, gradients, recomputation
-and resharding. Only more nodes, which the mesh does not fit, are searched, where the first search was quick.
+A full search for every change would take as long as the first search. So a change keeps the mesh of the chosen plan,
+and only micro-batch size, gradients, recomputation and resharding are chosen again. Only for more nodes, on which the
+mesh does not fit, a search is run, if the first search was quick.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fp8_limits import supports_fp8
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, Plan
+from meshwright.spec.plan_keys import keys_of
 from meshwright.spec.plan_name import mesh_name
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS
 from meshwright.workload.groups import context_size
 
 MAX_SEARCH_SECONDS = 0.5
-"""Seconds up to which the first search counts as quick."""
+"""A search is quick if it takes at most this many seconds."""
 MAX_SIMULATED = 2
-"""Plans of a change that are simulated, the best by the closed form."""
+"""Number of plans per change that are simulated: the best ones by the closed form."""
 MARGINS = (1.05, 0.97)
-"""Factors on the memory limit of the closed form, which deviates a little from the exact memory model."""
+"""Factors on the memory limit that the closed form uses, because it differs a little from the exact memory model."""
 MAX_SIZES = 8
-"""Larger cluster sizes that are tried until one has a plan."""
+"""Number of larger cluster sizes that are tried until one has a plan."""
 
 
 @dataclass(frozen=True)
@@ -47,33 +49,42 @@ class Change:
     """The predicted effect of a change."""
 
     name: str
+    """What is changed, for example "twice the batch (512 sequences)"."""
     seconds: float
+    """Predicted seconds of a step with the change."""
     tokens_per_second: float
+    """Predicted tokens per second of all GPUs with the change."""
     gain: float
     """Relative increase of tokens per second: 0.1 is 10% more."""
     note: str
-    """Fields of the plan that the change adapts, or a remark; may be empty."""
+    """Settings of the plan that differ with the change, or a remark; may be empty."""
 
 
 @dataclass(frozen=True)
 class _Changed:
-    """A changed run, and the plan that its variants start from."""
+    """A changed run, and the plan from which its variants start."""
 
     name: str
     run: RunSpec
     start: Plan
     remark: str = ""
+    """A remark for `Change.note`."""
 
 
 def what_if(
     run: RunSpec, plan: Plan, *, search_seconds: float = math.inf, trainable: bool = True
 ) -> tuple[Change, ...]:
-    """Changes with their predicted gain, the largest first; empty where no step time is known, and for hybrid ranks."""
+    """Return changes with their predicted gain, the largest gain first.
+
+    `search_seconds` is the time of the search that found `plan`. Empty if no step time is known, and for plans with
+    hybrid ranks.
+    """
     if plan.predicted is None or plan.predicted.step_seconds is None or plan.axis_size("hybrid") > 1:
         return ()
     run = replace(run, cluster=as_nodes(run.cluster))
-    # Every change starts from the plan's fastest variant on the present cluster, and its gain is relative to that: better settings are not
-    # credited to a change, and a change that only helps cannot end in a slower variant.
+    # Every change starts from the fastest variant of the plan on the present cluster, and its gain is relative to
+    # that variant. So a gain does not include settings that are better without the change too, and a change that can
+    # only help is never slower.
     fastest = min((variant for variant in (reprice(run, plan), _fastest(run, plan)) if variant), key=_seconds)
     changes = [
         change
@@ -86,6 +97,7 @@ def what_if(
 
 
 def _twice_the_network(run: RunSpec, plan: Plan) -> _Changed | None:
+    """Return the run with twice the bandwidth between nodes; None with one node."""
     if run.cluster.nodes == 1:
         return None
     rate = 2 * number(machine_of(run.cluster, plan.precision.compute).nic) / 1e9
@@ -94,6 +106,7 @@ def _twice_the_network(run: RunSpec, plan: Plan) -> _Changed | None:
 
 
 def _twice_the_links(run: RunSpec, plan: Plan) -> _Changed | None:
+    """Return the run with twice the bandwidth inside a node; None with one GPU per node."""
     if run.cluster.gpus_per_node == 1:
         return None
     rate = 2 * number(machine_of(run.cluster, plan.precision.compute).link) / 1e9
@@ -102,6 +115,7 @@ def _twice_the_links(run: RunSpec, plan: Plan) -> _Changed | None:
 
 
 def _twice_the_batch(run: RunSpec, plan: Plan) -> _Changed | None:
+    """Return the run with twice the global batch, as twice as many micro-batches."""
     batch = 2 * run.train.global_batch
     larger = replace(run, train=replace(run.train, global_batch=batch))
     doubled = replace(plan.batch, global_batch=batch, accumulate=2 * plan.batch.accumulate)
@@ -109,6 +123,7 @@ def _twice_the_batch(run: RunSpec, plan: Plan) -> _Changed | None:
 
 
 def _twice_the_memory(run: RunSpec, plan: Plan) -> _Changed | None:
+    """Return the run with twice the memory per GPU; None if the memory is not known."""
     memory = run.cluster.memory_bytes()
     if memory is None:
         return None
@@ -117,6 +132,10 @@ def _twice_the_memory(run: RunSpec, plan: Plan) -> _Changed | None:
 
 
 def _bf16_replica_sums(run: RunSpec, plan: Plan) -> _Changed | None:
+    """Return the plan with gradients that are reduced over replicas in bf16.
+
+    The result is None unless replicas are on several nodes and use fp32.
+    """
     crossing = any(axis.axis == "replicate" and axis.crosses == "node" and axis.size > 1 for axis in plan.mesh)
     wide = (plan.precision.reduce_replicas or plan.precision.stored) == "fp32"
     if not (crossing and wide) or pins_of(run).reduce_replicas:
@@ -126,6 +145,10 @@ def _bf16_replica_sums(run: RunSpec, plan: Plan) -> _Changed | None:
 
 
 def _fp8_matmuls(run: RunSpec, plan: Plan) -> _Changed | None:
+    """Return the plan with fp8 matmuls.
+
+    The result is None if the chip, the model or this release does not support them, or the plan has them.
+    """
     precision = plan.precision
     known = run.cluster.peak_flops("fp8") is not None
     follow = any(layer.linear is None for layer in plan.layers)
@@ -146,10 +169,11 @@ CHANGES: tuple[Callable[[RunSpec, Plan], _Changed | None], ...] = (
     _bf16_replica_sums,
     _fp8_matmuls,
 )
+"""The changes that are tried. Each returns None if it does not apply."""
 
 
 def _priced(run: RunSpec, plan: Plan, fastest: Plan, changed: _Changed) -> Change | None:
-    """A change with its gain over `fastest`; the note names the settings that differ from those of `plan`."""
+    """Return a change with its gain over `fastest`. The note names the settings that differ from those of `plan`."""
     later = _fastest(changed.run, changed.start)
     if later is None:
         return None
@@ -158,7 +182,10 @@ def _priced(run: RunSpec, plan: Plan, fastest: Plan, changed: _Changed) -> Chang
 
 
 def _more_nodes(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> Change | None:
-    """The next larger cluster over which the batch divides: with a searched plan, or this plan with more data ranks."""
+    """Return the change to the next larger cluster over which the batch divides.
+
+    Its plan is found by a search if `searched`; otherwise it is this plan with more data ranks. None if nodes differ.
+    """
     nodes = run.cluster.nodes
     if run.cluster.groups:
         return None
@@ -188,6 +215,7 @@ def _more_nodes(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> Ch
 
 
 def _search_plan(run: RunSpec, trainable: bool) -> Plan | None:
+    """Return the best plan of a run; None if it has none."""
     try:
         return search(run, trainable=trainable).best.plan
     except (BadInput, OutOfResources):
@@ -195,7 +223,10 @@ def _search_plan(run: RunSpec, trainable: bool) -> Plan | None:
 
 
 def _with_more_data_ranks(run: RunSpec, plan: Plan) -> Plan | None:
-    """`plan` with more replicas (or shards where it has none) on all of `run`'s nodes; None where the ranks do not divide."""
+    """Return `plan` on all nodes of `run`, with more replicas, or more shard ranks if it has no replicas.
+
+    The result is None if the ranks do not divide.
+    """
     other_ranks = plan.ranks // plan.data_ranks
     data, remainder = divmod(run.cluster.ranks, other_ranks)
     axis = "replicate" if plan.axis_size("replicate") > 1 else "shard"
@@ -216,6 +247,7 @@ def _with_more_data_ranks(run: RunSpec, plan: Plan) -> Plan | None:
 
 
 def _change(name: str, run: RunSpec, plan: Plan, later: RunSpec, changed_plan: Plan, note: str) -> Change:
+    """Return the change from `plan` of `run` to `changed_plan` of `later`."""
     before = _seconds(plan)
     seconds = _seconds(changed_plan)
     tokens = later.train.global_batch * later.train.seq_len / seconds
@@ -223,6 +255,7 @@ def _change(name: str, run: RunSpec, plan: Plan, later: RunSpec, changed_plan: P
 
 
 def _settings(before: Plan, after: Plan) -> Iterator[tuple[str, object, object]]:
+    """Yield (name, value in `after`, value in `before`) of the settings that a change may adapt."""
     yield "micro-batches of", after.batch.micro_batch, before.batch.micro_batch
     yield "gradients", after.layers[0].gradients, before.layers[0].gradients
     yield "recompute", _values_over_layers(after, "recompute"), _values_over_layers(before, "recompute")
@@ -230,9 +263,9 @@ def _settings(before: Plan, after: Plan) -> Iterator[tuple[str, object, object]]
 
 
 def _values_over_layers(plan: Plan, field: str) -> str:
-    """The values of a field over the layer strategies, in words.
+    """Return the values that a field has in the layer strategies, as text.
 
-    The first 8 layers keep their gathered weights:
+    The first 8 layers keep their gathered weights, the others do not:
 
     >>> from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis
     >>> layers = (LayerStrategy(range="0-7", reshard=False), LayerStrategy(range="8-31"))
@@ -248,9 +281,9 @@ def _values_over_layers(plan: Plan, field: str) -> str:
 
 
 def _fastest(run: RunSpec, plan: Plan) -> Plan | None:
-    """The fastest variant of `plan` that fits `run`'s cluster; None when none does.
+    """Return the fastest variant of `plan` that fits on the cluster of `run`; None if none fits.
 
-    Raises BadInput when the schedule does not allow the micro-batches.
+    Raises BadInput if the schedule does not support the number of micro-batches.
     """
     fitting = [candidate for candidate in _variants(run, plan) if _fits(run, candidate)]
     if not fitting:
@@ -262,7 +295,9 @@ def _fastest(run: RunSpec, plan: Plan) -> Plan | None:
 
 
 def _variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
-    """`plan`, and on its mesh every unpinned micro-batch size with the fastest layer strategies that fit."""
+    """Yield `plan`, then on its mesh each micro-batch size that is not pinned, with the fastest layer strategies that
+    fit.
+    """
     yield replace(plan, predicted=None)
     pinned = _pin_all_but_changed(run, plan)
     budget = memory_budget(run)
@@ -279,16 +314,16 @@ def _variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
 
 
 def _pin_all_but_changed(run: RunSpec, plan: Plan) -> RunSpec:
-    """The run with the fields pinned that a change keeps: mesh, schedule, dtypes, engines, offload where all layers share it."""
+    """Return the run with pins for everything that a change keeps.
+
+    These are the mesh, the schedule, number formats, transports, experts, and the value of offload if it is the same in
+    all layers.
+    """
     pins: dict[str, Any] = {axis: plan.axis_size(axis) for axis in AXES} | vars(plan.precision)
     pins |= {key: getattr(plan, key) for key in (*(option.key for option in COPY_OPTIONS), "compile")}
     pins |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
     pins |= {"offload": plan.layers[0].offload} if len({layer.offload for layer in plan.layers}) == 1 else {}
-    pins |= {"expert": plan.experts.expert} if plan.experts else {}
-    if plan.experts and plan.experts.policy != "none":
-        pins |= {f"expert_{key}": getattr(plan.experts, key) for key in ("policy", "slots", "keep", "window")}
-    if plan.experts and plan.experts.exchange != "all_to_all":
-        pins |= {f"expert_{key}": getattr(plan.experts, key) for key in ("exchange", "receive_bound")}
+    pins |= {key: value for key, value in vars(keys_of(plan)).items() if key.startswith("expert")}
     pins |= {"layers": plan.layers} if any(layer.linear for layer in plan.layers) else {}
     return replace(run, plan=replace(pins_of(run), **pins))
 
@@ -301,11 +336,13 @@ def _fits(run: RunSpec, plan: Plan) -> bool:
 
 
 def _seconds(plan: Plan) -> float:
+    """Return the predicted step time; infinite if it is not known."""
     known = plan.predicted.step_seconds if plan.predicted else None
     return math.inf if known is None else known
 
 
 def _closed_seconds(run: RunSpec, plan: Plan) -> float:
+    """Return the step time by the closed form; infinite if it is not known."""
     time = plan_time(run.model, run.train, plan, run.cluster)
     return time.seconds if time else math.inf
 

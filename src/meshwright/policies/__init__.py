@@ -1,1 +1,1 @@
-"""Pure decision functions: no input or output, no clock of their own; callers pass times and costs. Torch-free."""
+"""Decisions as pure functions, without input, output or a clock: callers pass times and costs. Without torch."""

@@ -1,1 +1,1 @@
-"""Learning from preferences: losses of good and bad answers, the reference that they compare with, and their figures."""
+"""Learning from preferences: losses of good and bad answers, the reference model's log-probabilities, and figures per step."""

@@ -1,18 +1,21 @@
 """Losses of preferences, as functions of the log-probabilities of whole answers.
 
-An answer of n tokens has the log-probability l, the sum over its tokens, and r under the reference. Its reward is
+Notation: an answer has n tokens. l is its log-probability (the sum over its tokens), and r its log-probability under the
+reference model. β, γ, w and c are options of the loss, z is an estimate of the divergence from the reference, and σ is
+the sigmoid.
 
-| loss | reward | loss of a pair with the margin m = reward of the chosen answer − reward of the rejected one |
+| loss | reward of an answer | loss of a pair with the margin m = reward of the chosen − reward of the rejected answer |
 |---|---|---|
 | dpo | β(l − r) | −log σ(m) |
 | ipo | (l − r) / n | (m − 1/(2β))² |
 | simpo | β l / n | −log σ(m − γ) |
 | orpo | log p/(1 − p), p = exp(l/n) | −β log σ(m) − l/n of the chosen answer |
-| kto | β(l − r) | of an answer: w · (1 − σ(±(reward − βz))) |
-| reward | the score s | −log σ(m − margin of the pair) + c(s + s')² with the score s' of the other answer |
+| kto | β(l − r) | for each answer alone: w · (1 − σ(±(reward − βz))), + for good answers |
+| reward | the score s | −log σ(m − margin of the pair) + c(s + s')², s' being the score of the other answer |
 
-Example: l is −12 for the chosen answer and −11 for the rejected one, under the reference −13 and −10. With β 0.1 the rewards of dpo are 0.1
-and −0.1, the margin is 0.2 and the loss 0.598. Before the first update l = r: the margin is 0 and the loss log 2.
+Example: l is −12 for the chosen answer and −11 for the rejected one; under the reference they are −13 and −10. With β 0.1
+the rewards of dpo are 0.1 and −0.1, the margin is 0.2 and the loss 0.598. Before the first update l = r. Then the margin
+is 0 and the loss log 2.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ from torch.nn.functional import logsigmoid
 from meshwright.spec.preference import PreferenceSpec
 
 LEAST_SURPRISE = 1e-9
-"""Least mean surprise of an answer's tokens, in nat, of which odds are computed: those of a certain answer are infinite."""
+"""Least value of −l/n, in nat, for which orpo computes odds. The odds of a certain answer (p = 1) would be infinite."""
 
 
 def rewards(spec: PreferenceSpec, totals: Tensor, tokens: Tensor, reference: Tensor | None) -> Tensor:
-    """The reward of each answer, shaped like `totals`, its log-probability; `tokens` is the number of its tokens, at least 1.
+    """Return the reward of each answer, shaped like `totals`.
 
-    Of a reward model `totals` are scores, which are the rewards.
+    `totals` are the answers' log-probabilities, `tokens` their numbers of tokens (at least 1), and `reference` their
+    log-probabilities under the reference, or None. For a reward model `totals` are scores, which are the rewards.
     """
     ratios = totals if reference is None else totals - reference
     if spec.loss == "ipo":
@@ -44,7 +48,11 @@ def rewards(spec: PreferenceSpec, totals: Tensor, tokens: Tensor, reference: Ten
 
 
 def pair_losses(spec: PreferenceSpec, margins: Tensor, chosen_means: Tensor) -> Tensor:
-    """The loss of each pair, shaped like `margins`; `chosen_means` are the mean log-probabilities per token of the chosen answers."""
+    """Return the loss of each pair, shaped like `margins`.
+
+    `margins` is the chosen answer's reward minus the rejected answer's. `chosen_means` is the chosen answer's mean
+    log-probability per token.
+    """
     sft = spec.sft
     if spec.loss == "dpo":
         losses = _smoothed(spec, margins)
@@ -59,17 +67,23 @@ def pair_losses(spec: PreferenceSpec, margins: Tensor, chosen_means: Tensor) -> 
 
 
 def score_losses(spec: PreferenceSpec, chosen: Tensor, rejected: Tensor, ahead: Tensor | float) -> Tensor:
-    """The loss of each pair of a reward model from its scores; `ahead` is by how much the chosen answer should be ahead."""
+    """Return the loss of each pair of a reward model. `chosen` and `rejected` are the scores of its answers.
+
+    `ahead` is the margin by which the chosen answer's score should be higher.
+    """
     return _smoothed(spec, chosen - rejected - ahead) + spec.center * (chosen + rejected).square()
 
 
 def _smoothed(spec: PreferenceSpec, margins: Tensor) -> Tensor:
-    """−log σ of the margins, of which a share `label_smoothing` is taken as negated."""
+    """Return −log σ(margin). With label smoothing, a share `label_smoothing` of the loss is that of the negated margin."""
     flipped = spec.label_smoothing
     return -(1 - flipped) * logsigmoid(margins) - flipped * logsigmoid(-margins)
 
 
 def answer_losses(spec: PreferenceSpec, values: Tensor, signs: Tensor, shift: Tensor) -> Tensor:
-    """The loss of each answer of kto, shaped like `values`, the rewards; `signs` are 1 and -1, and `shift` is β·z, a scalar."""
+    """Return kto's loss of each answer, shaped like `values`, the rewards.
+
+    `signs` are 1 for good and -1 for bad answers. `shift` is β·z, a scalar.
+    """
     weights = torch.where(signs > 0, spec.desirable, spec.undesirable)
     return weights * (1 - torch.sigmoid(signs * (values - shift)))

@@ -1,4 +1,4 @@
-"""The objective of preferences, and the figures of its steps."""
+"""The objective of learning from preferences, and its figures for each step."""
 
 from __future__ import annotations
 
@@ -26,29 +26,41 @@ SUMS = (
     "distance",
     "divergence",
 )
-"""What is summed for each source: answers, their rewards and tokens; what was judged, how much of it right, and how often the good answer
-is likelier per token; how far the answers' log-probabilities per token are from the reference's; and z of the step for each answer."""
+"""Sums for each source of data:
+
+good, bad                   number of good and of bad answers
+good_reward, bad_reward     their rewards
+good_tokens, bad_tokens     their tokens
+judged, right               pairs (with kto answers), and those on which the rewards are right
+likelier                    pairs whose good answer has the higher mean log-probability per token
+distance                    |log-probability per token - the reference's|, over answers
+divergence                  z of the step, once per answer
+"""
 
 
 BINS = 10
-"""Bins of equal width of the probability, between 1/2 and 1, that a reward model gives the answer with the higher score."""
+"""Number of equally wide bins for the probability, from 1/2 to 1, that a reward model's higher score is right."""
 CALIBRATION = tuple(f"{what}_{number}" for what in ("judged", "right", "expected") for number in range(BINS))
-"""What is summed for each source and bin to judge calibration: pairs, those judged right, and the probabilities of that."""
+"""More sums for each source, by bin, for a reward model's calibration: pairs, right pairs, and their probabilities."""
 GRAIN = 2.0**-40
-"""Log-probabilities of tokens are rounded to multiples of this: sums of them down to −4,096 nat are exact in fp64."""
+"""Log-probabilities of tokens are rounded to multiples of this number. Their sums down to −4,096 nat are exact in fp64."""
 
 
 class JudgedCounts(NamedTuple):
-    """What the figures of a step are of: pairs, with kto answers; and the tokens of the answers."""
+    """What a step's figures are computed from.
+
+    `judged` is the number of pairs (with kto of answers), and `tokens` the number of tokens of the answers.
+    """
 
     judged: float
     tokens: float
 
 
 class AnswerSums(NamedTuple):
-    """The answers of a micro-batch, all `(batch, answers)` fp64: log-probabilities, numbers of tokens, and 1, -1 or 0 for none.
+    """The answers of a micro-batch, all `(batch, answers)` in fp64.
 
-    Of a reward model `totals` are scores.
+    `totals`: log-probabilities of the answers; for a reward model their scores. `tokens`: numbers of tokens. `signs`: 1 for
+    a good answer, -1 for a bad one, 0 for none.
     """
 
     totals: Tensor
@@ -57,9 +69,10 @@ class AnswerSums(NamedTuple):
 
 
 def answers_of(log_probabilities: Tensor, batch: MicroBatch) -> AnswerSums:
-    """The sums over the answers of a micro-batch of `DataSource.preference_columns`; tokens of prompts and fillers add nothing.
+    """Return the answers of a micro-batch with `DataSource.preference_columns`, from its log-probabilities `(batch, seq)`.
 
-    A sum has the same bits in any order, and so in any packing and at every start of a run on GPUs: its terms are multiples of `GRAIN`.
+    Tokens of prompts and of padding add nothing. The terms of a sum are multiples of `GRAIN`, so that its bits do not depend
+    on the order of the additions: they are equal in any packing, and on GPUs at every start of a run.
     """
     assert batch.documents is not None and batch.targets is not None
     signs = batch.columns["signs"].double()
@@ -68,8 +81,8 @@ def answers_of(log_probabilities: Tensor, batch: MicroBatch) -> AnswerSums:
     values = torch.where(trained, log_probabilities, 0.0).double()
     exact = (values.detach() / GRAIN).round() * GRAIN + (
         values - values.detach()
-    )  # the difference is 0, with a gradient
-    # A last document fills the window. It is no answer.
+    )  # this difference is 0, but it has a gradient
+    # The last document of a window may be padding. It is no answer, so its sum is dropped.
     totals, tokens = (
         signs.new_zeros(rows, count + 1).scatter_add(1, batch.documents, terms)[:, :count]
         for terms in (exact, trained.double())
@@ -78,7 +91,10 @@ def answers_of(log_probabilities: Tensor, batch: MicroBatch) -> AnswerSums:
 
 
 def scores_of(values: Tensor, batch: MicroBatch) -> AnswerSums:
-    """The scores of the answers of a micro-batch of `DataSource.preference_columns`, each that of the last token of its document."""
+    """Return the scores of the answers of a micro-batch with `DataSource.preference_columns`.
+
+    `values` `(batch, seq)` has a score at each token. An answer's score is the one at the last token of its document.
+    """
     assert batch.documents is not None and batch.targets is not None
     signs = batch.columns["signs"].double()
     rows, count = signs.shape
@@ -90,10 +106,11 @@ def scores_of(values: Tensor, batch: MicroBatch) -> AnswerSums:
 
 
 class PreferenceObjective:
-    """The loss of `spec` over micro-batches of whole answers, divided by the number of pairs of the step, with kto by that of answers.
+    """The loss of `spec` over micro-batches of whole answers.
 
-    `sums` `(sources, names)` are those of all micro-batches since they were last taken. `calibrates`: figures have the calibration of a
-    reward model too, which needs the pairs of a whole validation.
+    The trainer divides it by the number of pairs of the step, with kto by the number of answers. `sums` `(sources, names)`
+    are the sums over all micro-batches since the last `take`. With `calibrates` the figures include the calibration of a
+    reward model, which needs the pairs of a whole validation.
     """
 
     by_sequence = True
@@ -107,15 +124,18 @@ class PreferenceObjective:
         self._names = (*SUMS, *(CALIBRATION if self._calibrates else ()))
         self.sums = torch.zeros(len(self._sources), len(self._names), dtype=torch.float64, device=device)
         self.shift = torch.zeros((), dtype=torch.float64, device=device)
-        """β·z of the step, for kto: z is the divergence from the reference, estimated with answers to other prompts."""
+        """β·z of the step, for kto. z is the divergence from the reference, estimated with answers to other prompts."""
 
     def count(self, batch: MicroBatch) -> Tensor:
-        """The pairs of a micro-batch, with kto its answers."""
+        """Return the number of pairs in a micro-batch, with kto the number of answers."""
         signs = batch.columns["signs"]
         return (signs > 0 if self._spec.paired else signs != 0).sum(dtype=torch.float64)
 
     def loss(self, log_probabilities: Tensor, batch: MicroBatch) -> Tensor:
-        """The summed loss of a micro-batch."""
+        """Return the summed loss of a micro-batch, and add to `sums`.
+
+        `log_probabilities` `(batch, seq)` are those of the targets; for a reward model they are the tokens' scores.
+        """
         spec = self._spec
         read = scores_of if self._spec.scores else answers_of
         totals, tokens, signs = read(log_probabilities, batch)
@@ -137,7 +157,7 @@ class PreferenceObjective:
         return losses.sum().to(log_probabilities.dtype)
 
     def _margins_of_data(self, batch: MicroBatch) -> Tensor | float:
-        """By how much the chosen answer of each pair should be ahead, by the scores in the data."""
+        """Return by how much each chosen answer's score should be higher, computed from the scores in the data."""
         if not self._spec.score_margin:
             return 0.0
         given = batch.columns["scores"].double()
@@ -146,12 +166,14 @@ class PreferenceObjective:
     def _add(
         self, values: Tensor, means: Tensor, tokens: Tensor, signs: Tensor, reference: Tensor | None, sources: Tensor
     ) -> None:
+        """Add the answers of a micro-batch to `sums`. All tensors but `sources` are `(batch, answers)`."""
         good, bad = ((signs == sign).double() for sign in (1, -1))
         if self._spec.paired:
             margins = values[:, ::2] - values[:, 1::2]
             judged = good[:, ::2]
             likelier = _ahead(means[:, ::2] - means[:, 1::2])
         else:
+            # kto: an answer is judged right if its reward is above β·z for a good one, below it for a bad one.
             margins = signs * (values - self.shift)
             judged = good + bad
             likelier = torch.zeros_like(values)
@@ -172,17 +194,18 @@ class PreferenceObjective:
         ]
         if self._calibrates:
             per_row += _by_bin(judged, right, torch.sigmoid(margins.abs()))
+        # (sources, batch): whether a sequence is of a source. Multiplied by the sums of each sequence, (batch, names).
         in_source = sources[None] == torch.arange(len(self._sources), device=sources.device)[:, None]
         self.sums += in_source.double() @ torch.stack([each.sum(1) for each in per_row], dim=1)
 
     def take(self) -> Tensor:
-        """The sums `(sources · SUMS,)`, which begin anew."""
+        """Return the sums flattened, `(sources · names,)`, and start new ones."""
         taken = self.sums.flatten().clone()
         self.sums.zero_()
         return taken
 
     def figures(self, sums: Sequence[float]) -> dict[str, Any]:
-        """The figures of sums over all ranks; with several sources also those of each."""
+        """Return the figures from sums over all ranks. With several sources the figures of each source are included."""
         width = len(self._names)
         rows = {name: sums[width * i : width * (i + 1)] for i, name in enumerate(self._sources)}
         found: dict[str, Any] = dict(self._of([sum(column) for column in zip(*rows.values(), strict=True)]))
@@ -191,11 +214,12 @@ class PreferenceObjective:
         return found
 
     def counts(self, sums: Sequence[float]) -> JudgedCounts:
-        """The counts in sums over all ranks, of all sources together."""
+        """Return the counts from sums over all ranks, over all sources."""
         total = {name: sum(sums[i :: len(self._names)]) for i, name in enumerate(self._names)}
         return JudgedCounts(total["judged"], total["good_tokens"] + total["bad_tokens"])
 
     def _of(self, row: Sequence[float]) -> dict[str, float]:
+        """Return the figures of one row of sums."""
         total = dict(zip(self._names, row, strict=True))
 
         def mean(name: str, over: str) -> float:
@@ -226,12 +250,13 @@ class PreferenceObjective:
 
 
 def _by_bin(judged: Tensor, right: Tensor, expected: Tensor) -> list[Tensor]:
-    """The terms of `CALIBRATION`, of the pairs `judged` and the probabilities `expected` that these are right."""
+    """Return the terms of `CALIBRATION`. `expected` is the probability that the judgement of a pair is right."""
+    # `expected` is from 1/2 to 1, so 2 · expected - 1 is from 0 to 1.
     place = ((2 * expected - 1) * BINS).long().clamp(max=BINS - 1)
     inside = [judged * (place == number) for number in range(BINS)]
     return [each * terms for terms in (torch.ones_like(judged), right, expected) for each in inside]
 
 
 def _ahead(difference: Tensor) -> Tensor:
-    """1 where the difference is positive, 1/2 where it is 0, else 0."""
+    """Return 1 where the difference is positive, 1/2 where it is 0, otherwise 0."""
     return (difference.sign() + 1) / 2

@@ -1,8 +1,9 @@
-"""Log-probabilities of answers under a reference, kept beside their corpus: one number for each answer.
+"""Log-probabilities of answers under a reference model, stored with the corpus: one number for each answer.
 
-reference-KEY in the directory of the shards: a line of JSON, then a float64 for each document of the directory, little endian; NaN where
-it has not been computed. KEY is a digest of what the numbers follow from: the tokens of the shards, the weights and dimensions of the
-model, and the dtypes of its compute. So any run with the same reference and corpus reads them.
+The file reference-KEY in the directory of the shards has a line of JSON, and then a little-endian float64 for each document
+of the directory. It is NaN if it has not been computed. KEY is a digest of everything on which the numbers depend: the
+tokens of the shards, the weights and dimensions of the model, and the dtypes of its computation. So every run with the
+same reference and corpus can use the file.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from meshwright.spec.preference import START
 from meshwright.spec.run import RunSpec
 
 FLOAT = np.dtype("<f8")
+"""dtype of the numbers in the file."""
 
 
 def weights_identity(run: RunSpec) -> str:
-    """A digest of the reference's weights: of some rows of each weight (`checkpoint.models.adapters.base_digest`), and of all adapters."""
+    """Return a digest of the reference's weights.
+
+    It covers some rows of each weight (`checkpoint.models.adapters.base_digest`), and all initial adapters.
+    """
     assert run.preference is not None
     init = run.model.init if run.preference.reference == START else run.preference.reference
     with base_weights(run.model, init, run.seed) as base:
@@ -46,19 +51,23 @@ def weights_identity(run: RunSpec) -> str:
 
 
 def reference_key(run: RunSpec, plan: Plan, weights: str, corpus: str, more: str = "") -> str:
-    """The key of the log-probabilities of a corpus with this digest, under weights with this identity; `more` is for other answers."""
+    """Return the key of the log-probabilities of a corpus under a reference.
+
+    `weights` is the identity of the reference's weights, `corpus` the digest of the corpus. `more` distinguishes numbers
+    for other answers than the corpus has.
+    """
     model = {name: value for name, value in to_plain(run.model).items() if name not in ("preset", "init", "adapter")}
     parts = [corpus, weights, model, plan.precision.compute, plan.precision.linear, more]
     return digest(json.dumps(parts, sort_keys=True).encode())[:16]
 
 
 def reference_path(directory: Path, key: str) -> Path:
-    """The file of these log-probabilities."""
+    """Return the path of the file with this key."""
     return directory / f"reference-{key}"
 
 
 def read_reference(path: Path, documents: int) -> np.ndarray | None:
-    """The log-probabilities `(documents,)` in a file; None if there is none. Raises Damaged for another content than was written."""
+    """Return the log-probabilities `(documents,)` in a file, or None if there is no file. Raises Damaged if it is invalid."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -76,7 +85,7 @@ def read_reference(path: Path, documents: int) -> np.ndarray | None:
 
 
 def write_reference(path: Path, values: np.ndarray) -> None:
-    """Write the file whole or not at all."""
+    """Write the file in one step."""
     content = values.astype(FLOAT).tobytes()
     write_durable(path, json.dumps(_record(content)).encode() + b"\n" + content)
 
@@ -86,5 +95,5 @@ def _record(values: bytes) -> dict[str, Any]:
 
 
 def place_of(directory: Path, run_folder: Path) -> Path:
-    """The directory itself, or the run's folder where it cannot be written."""
+    """Return the directory itself, or the run's folder if the directory cannot be written to."""
     return directory if os.access(directory, os.W_OK) else run_folder

@@ -1,1 +1,1 @@
-"""Measures the machine that it runs on: matmuls, attention, memory, links, and their interference."""
+"""Measures the machine on which it runs: matmuls, attention, memory, links, and how much they slow each other down."""

@@ -1,4 +1,4 @@
-"""Times causal attention, forward and backward, with the kernel that training uses (kernels.attention)."""
+"""Times the forward and the backward of causal attention with the kernel that training uses (kernels.attention)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.profile.team import Team
 from meshwright.spec.profile import AttentionTime
 
 Case = tuple[int, int, int, int, int, int | None]
-"""seq, heads, kv_heads, head_dim, tokens, and the sliding window or None."""
+"""(tokens of a sequence, heads, key/value heads, size of a head, tokens of all sequences, window in tokens or None)."""
 GPU_CASES: tuple[Case, ...] = (
     (2048, 32, 8, 128, 16384, None),
     (4096, 32, 8, 128, 16384, None),
@@ -25,6 +25,7 @@ GPU_CASES: tuple[Case, ...] = (
     (4096, 64, 8, 64, 16384, 128),
     (4096, 8, 4, 256, 16384, 1024),
 )
+"""Cases that are measured on a GPU."""
 CPU_CASES: tuple[Case, ...] = (
     (128, 4, 4, 32, 512, None),
     (256, 4, 4, 32, 512, None),
@@ -32,10 +33,13 @@ CPU_CASES: tuple[Case, ...] = (
     (512, 8, 8, 64, 512, None),
     (512, 8, 8, 64, 512, 128),
 )
+"""Cases that are measured on a CPU."""
 
 
 def attention_times(team: Team, clock: TeamClock, budget: float) -> list[AttentionTime]:
-    """Times of every shape, in the dtype that training uses on this device."""
+    """Return the times of all cases for this device, in the dtype that training uses on it, within about `budget`
+    seconds.
+    """
     cases = GPU_CASES if team.cuda else CPU_CASES
     return [_time_case(team, clock, case, budget / len(cases)) for case in cases]
 
@@ -46,7 +50,10 @@ def _time_case(team: Team, clock: TeamClock, case: Case, budget: float) -> Atten
 
 
 def calls_of(team: Team, case: Case) -> tuple[Call, Call]:
-    """Calls of the forward and the backward pass of one shape."""
+    """Return a call of the forward and a call of the backward of one case.
+
+    Queries have shape (sequences, seq, heads, head_dim), keys and values (sequences, seq, kv_heads, head_dim).
+    """
     seq, heads, kv_heads, head_dim, tokens, window = case
     dtype = torch.bfloat16 if team.cuda else torch.float32
 
@@ -66,6 +73,7 @@ def calls_of(team: Team, case: Case) -> tuple[Call, Call]:
 
 
 def attention_time_of(team: Team, case: Case, forward_seconds: float, backward_seconds: float) -> AttentionTime:
+    """Return the measurement of a case."""
     seq, heads, kv_heads, head_dim, tokens, window = case
     return AttentionTime(
         format="bf16" if team.cuda else "fp32",

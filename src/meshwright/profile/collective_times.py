@@ -1,4 +1,7 @@
-"""Times collectives by operation, size and group; all groups of a division run at once, as the axes of a mesh do."""
+"""Times collectives by operation, size and group.
+
+All groups of a division run at the same time, as the groups of a mesh axis do.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +19,40 @@ from meshwright.profile.team import Team
 from meshwright.spec.profile import CollectiveTime, Operation
 
 RankGroups = tuple[tuple[int, ...], ...]
+"""The ranks of each group."""
 SIZES = {
     "cuda": tuple(1 << power for power in (16, 20, 22, 24, 26, 28)),
     "cpu": tuple(1 << power for power in (14, 18, 20, 22)),
 }
-"""Bytes per operation."""
+"""Bytes of an operation that are measured, by device type."""
 LONG_SECONDS = 0.4
-"""An operation that takes longer is not measured with more bytes."""
+"""If an operation is expected to take more seconds than this with the next size, that size is not measured."""
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch's all-gather into one tensor; torch 2.13 renamed it."""
 scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""The functions' names since torch 2.13, else the older ones."""
+"""torch's reduce-scatter of one tensor; torch 2.13 renamed it."""
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """A division of all ranks into equal groups."""
+    """A division of all ranks into groups of equal size."""
 
     groups: RankGroups
+    """The ranks of each group."""
     nodes: int
-    """Nodes that each group spans."""
+    """Number of nodes on which each group has ranks."""
 
     @property
     def ranks(self) -> int:
+        """Return the number of ranks of a group."""
         return len(self.groups[0])
 
 
 def collective_times(team: Team, clock: TeamClock, budget: float) -> list[CollectiveTime]:
-    """Times of every operation in every division, from small to large, within about `budget` seconds. Empty for one rank."""
+    """Return the times of every operation in every division of the ranks, within about `budget` seconds.
+
+    Small sizes come first. The list is empty for a single rank.
+    """
     layouts = group_layouts(team.ranks, team.ranks_per_node)
     times: list[CollectiveTime] = []
     for position, layout in enumerate(layouts):
@@ -59,7 +69,11 @@ def collective_times(team: Team, clock: TeamClock, budget: float) -> list[Collec
 
 
 def group_layouts(ranks: int, per_node: int) -> list[GroupLayout]:
-    """Divisions into groups of 2, 4, 8 … neighbours up to a whole node; then one rank of every node, and all ranks."""
+    """Return the divisions of the ranks that are measured.
+
+    They are groups of 2, 4, 8, … neighbours up to a whole node; then groups of one rank of each node; then all ranks.
+    Example with 8 ranks, 4 per node: (0, 1) …; (0, 1, 2, 3) …; (0, 4) …; (0, …, 7).
+    """
     sizes = [1 << power for power in range(1, 12) if (1 << power) < per_node and per_node % (1 << power) == 0]
     sizes += [per_node] if per_node > 1 else []
     layouts = [GroupLayout(_neighbour_groups(range(ranks), size), 1) for size in sizes]
@@ -72,7 +86,10 @@ def group_layouts(ranks: int, per_node: int) -> list[GroupLayout]:
 
 
 def operation(op: Operation, size_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, Call]:
-    """(bytes, rounded to whole shares, and the call) of an operation; on a GPU gathers are in bf16 and sums in fp32."""
+    """Return (bytes, a call) of a collective. `size_bytes` is rounded down so that the ranks' shares are equal.
+
+    On a GPU, reductions are in fp32 and the other operations in bf16. On a CPU, all operations are in fp32.
+    """
     ranks = group.size()
     dtype = torch.bfloat16 if device.type == "cuda" and op not in ("reduce_scatter", "all_reduce") else torch.float32
     shard_elements = max(1, size_bytes // dtype.itemsize // ranks)
@@ -91,6 +108,7 @@ def operation(op: Operation, size_bytes: int, group: dist.ProcessGroup, device: 
 def _times_by_size(
     team: Team, clock: TeamClock, group: dist.ProcessGroup, layout: GroupLayout, op: Operation, budget: float
 ) -> list[CollectiveTime]:
+    """Return the times of one operation in one group, for ascending sizes."""
     sizes = SIZES[team.device.type]
     times: list[CollectiveTime] = []
     for size, next_size in pairwise((*sizes, sizes[-1])):
@@ -103,12 +121,13 @@ def _times_by_size(
 
 
 def _exchange(whole: torch.Tensor, group: dist.ProcessGroup) -> Call:
+    """Return a call of an all-to-all."""
     received = torch.empty_like(whole)
     return lambda: dist.all_to_all_single(received, whole, group=group)
 
 
 def _send_in_pair(message: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Send from the first rank of a pair to the second."""
+    """Send a message from the first rank of a pair to the second."""
     if group.rank() == 0:
         dist.send(message, group=group, group_dst=1)
     else:
@@ -116,4 +135,5 @@ def _send_in_pair(message: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _neighbour_groups(ranks: range, size: int) -> RankGroups:
+    """Return groups of `size` consecutive ranks."""
     return tuple(tuple(ranks[start : start + size]) for start in range(0, len(ranks), size))

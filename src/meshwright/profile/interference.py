@@ -1,4 +1,6 @@
-"""Times matmuls alone, a collective or a copy to the host alone, and both at once."""
+"""Times matmuls alone, a collective or a copy to the host alone, and both together, to find how much they slow each
+other down.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,26 @@ from meshwright.profile.team import Team
 from meshwright.spec.profile import Interference
 
 SHAPE = {"cuda": (8192, 4096, 4096), "cpu": (512, 512, 512)}
-"""Dimensions (m, k, n) of the matmuls."""
+"""Dimensions (m, k, n) of the matmuls, by device type."""
 BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
-"""Bytes of the collective or copy."""
+"""Bytes of the collective or the copy, by device type."""
 MATMUL_RATIO = 1.5
-"""Time of the matmuls over that of the overlapped operation, so that it is hidden entirely."""
+"""Seconds of the matmuls relative to the other operation, so that the matmuls always end later."""
 MIN_ROUNDS = 5
+"""Minimum number of rounds. A round times the three cases one after another, so that a drift of the clocks affects all
+of them equally.
+"""
 MAX_ROUNDS = 40
-"""Fewest and most rounds; each times the three cases one after another, so that clock drift affects all equally."""
+"""Maximum number of rounds."""
 
 Begin = Callable[[], Callable[[], object]]
-"""Starts an asynchronous operation and returns a function that waits for it."""
+"""Starts an asynchronous operation and returns a function that waits for its end."""
 
 
 def interferences(team: Team, clock: TeamClock, budget: float) -> list[Interference]:
-    """Interference of all-gather and reduce-scatter in the widest groups inside a node and across nodes, and of host copies."""
+    """Return the measurements for all-gather and reduce-scatter in the widest groups, inside a node and across nodes,
+    and for host copies.
+    """
     cases: list[InterferenceCase] = []
     size = BYTES[team.device.type]
     widest = {layout.nodes: layout for layout in group_layouts(team.ranks, team.ranks_per_node)}
@@ -50,12 +57,14 @@ def interferences(team: Team, clock: TeamClock, budget: float) -> list[Interfere
 
 @dataclass(frozen=True)
 class InterferenceCase:
-    """An operation that overlaps with matmuls, in groups of `ranks` over `nodes`."""
+    """An operation that runs at the same time as matmuls, in groups of `ranks` ranks on `nodes` nodes."""
 
     op: Literal["all_gather", "reduce_scatter", "to_host"]
+    """The operation."""
     ranks: int
     nodes: int
     begin: Begin
+    """Starts the operation."""
 
 
 def _time_case(team: Team, clock: TeamClock, case: InterferenceCase, budget: float) -> Interference:
@@ -89,7 +98,10 @@ def _time_case(team: Team, clock: TeamClock, case: InterferenceCase, budget: flo
 
 
 def _compute_seconds(team: Team, call: Callable[[], object], count: int, begin: Begin | None) -> float:
-    """Seconds of `count` calls from a common start of all ranks, while the operation of `begin` runs, which is not timed."""
+    """Return the seconds of `count` calls, while the operation that `begin` starts runs at the same time.
+
+    All ranks start together. The end of that operation is not timed.
+    """
     team.meet()
     if team.cuda:
         start = torch.cuda.Event(enable_timing=True)
@@ -114,16 +126,19 @@ def _compute_seconds(team: Team, call: Callable[[], object], count: int, begin: 
 
 
 def _gather_operation(group: dist.ProcessGroup, size: int, device: torch.device) -> Begin:
+    """Return a function that starts an all-gather of `size` bytes."""
     whole, shard = _buffers(group, size, device)
     return lambda: _wait_function(gather_into(whole, shard, group=group, async_op=True))
 
 
 def _reduce_operation(group: dist.ProcessGroup, size: int, device: torch.device) -> Begin:
+    """Return a function that starts a reduce-scatter of `size` bytes."""
     whole, shard = _buffers(group, size, device)
     return lambda: _wait_function(scatter_into(shard, whole, group=group, async_op=True))
 
 
 def _buffers(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (whole tensor, this rank's shard) in fp32; the whole tensor has about `size` bytes."""
     shard_elements = size // 4 // group.size()
     return torch.zeros(shard_elements * group.size(), device=device), torch.zeros(shard_elements, device=device)
 
@@ -134,6 +149,7 @@ def _wait_function(work: dist.Work | None) -> Callable[[], object]:
 
 
 def _copy_operation(size: int, device: torch.device) -> Begin:
+    """Return a function that starts a copy of `size` bytes to the host on another stream."""
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     stream = torch.cuda.Stream(device)

@@ -1,8 +1,8 @@
 """Times matmuls by shape and dtype, on a busy and on an idle device.
 
-A GPU at its power limit lowers its clocks after a second or two of large matmuls, so the rate in a training step is
-measured on a device that is kept busy; short benchmarks print the rate of an idle device. Inputs are normal random
-numbers, as power depends on the data.
+A GPU at its power limit lowers its clocks after a second or two of large matmuls. So the rate that a training step has
+is measured on a device that is kept busy; short benchmarks print the rate of a device that was idle. Inputs are normal
+random numbers, because the power depends on the data.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from meshwright.profile.team import Team
 from meshwright.spec.profile import MatmulTime
 
 Shape = tuple[int, int, int]
+"""(m, k, n) of a matmul (m, k) × (k, n)."""
 GPU_SHAPES: tuple[Shape, ...] = (
     (8192, 4096, 4096),
     (8192, 4096, 14336),
@@ -36,8 +37,13 @@ GPU_SHAPES: tuple[Shape, ...] = (
     (2048, 2048, 2048),
     (8192, 4096, 512),
 )
-"""Tokens × inputs × outputs of linear layers from 1 to 13 billion parameters, whole and split, and a chunk of a head."""
+"""Shapes that are measured in bf16 on a GPU: tokens × inputs × outputs.
+
+They are linear layers of models with 1 to 13 billion parameters, whole and divided among tensor ranks, and a chunk of a
+head.
+"""
 GPU_FP8_SHAPES: tuple[Shape, ...] = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 2048, 8192))
+"""Shapes that are measured in fp8."""
 CPU_SHAPES: tuple[Shape, ...] = (
     (256, 256, 256),
     (512, 256, 1024),
@@ -48,14 +54,15 @@ CPU_SHAPES: tuple[Shape, ...] = (
     (1024, 128, 512),
     (1024, 512, 2048),
 )
+"""Shapes that are measured on a CPU."""
 CACHE_BYTES = {"cuda": 192 << 20, "cpu": 64 << 20}
-"""Total bytes of the operands that calls rotate through, so that none is in the cache, as in a step."""
+"""Bytes of all operands through which calls rotate, so that no operand is in the cache, as in a training step."""
 HEAT_SECONDS = 3.0
-"""Seconds of load before the first matmul on a busy GPU; before each matmul a sixth of it."""
+"""Seconds of load before the first matmul on a busy GPU. Before each further matmul it is a sixth of that."""
 
 
 def matmul_times(team: Team, clock: TeamClock, budget: float) -> list[MatmulTime]:
-    """Times of every shape in every dtype that training uses on this device."""
+    """Return the times of every shape in every dtype that training uses on this device, within about `budget` seconds."""
     cases = cases_for(team)
     bursts = [clock.burst_seconds(call_of(case, team)) for case in cases]
     case_budget = budget / len(cases) / 2
@@ -71,7 +78,10 @@ def matmul_times(team: Team, clock: TeamClock, budget: float) -> list[MatmulTime
 
 
 def matmul_time_of(case: Case, seconds: float, burst_seconds: float) -> MatmulTime:
-    """The time of one matmul from the seconds of one call, which may run three."""
+    """Return the time of one matmul.
+
+    The seconds are those of one call: one matmul in fp8, otherwise the three of a linear layer.
+    """
     (m, k, n), number_format = case
     matmuls_per_call = 1 if number_format == "fp8" else 3
     return MatmulTime(
@@ -85,11 +95,13 @@ def matmul_time_of(case: Case, seconds: float, burst_seconds: float) -> MatmulTi
 
 
 Format = Literal["bf16", "fp8", "fp32"]
+"""Number formats that are measured."""
 Case = tuple[Shape, Format]
+"""A shape and the number format of its inputs."""
 
 
 def cases_for(team: Team) -> list[Case]:
-    """Shapes and dtypes that are measured on this device."""
+    """Return the shapes and formats that are measured on this device."""
     if not team.cuda:
         return [(shape, "fp32") for shape in CPU_SHAPES]
     has_fp8 = torch.version.hip is None and torch.cuda.get_device_capability(team.device) >= (8, 9)
@@ -97,7 +109,7 @@ def cases_for(team: Team) -> list[Case]:
 
 
 def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.device) -> Callable[[], None]:
-    """A call of a linear layer's three matmuls: output, input gradient, weight gradient."""
+    """Return a call that computes the three matmuls of a linear layer: output, input gradient, weight gradient."""
     m, k, n = shape
     options: dict[str, Any] = {
         "device": device,
@@ -123,13 +135,13 @@ def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.d
 
 
 def call_of(case: Case, team: Team) -> Callable[[], object]:
-    """A call of a linear layer's three matmuls, or of one matmul in fp8."""
+    """Return a call that computes the three matmuls of a linear layer, or in fp8 one matmul."""
     shape, number_format = case
     return _fp8_matmul(shape, team.device) if number_format == "fp8" else linear(shape, number_format, team.device)
 
 
 def _fp8_matmul(shape: Shape, device: torch.device) -> Callable[[], object]:
-    """A call of a forward matmul in fp8 with one scale per tensor and bf16 output."""
+    """Return a call that computes a forward matmul in fp8 with one scale per tensor and a bf16 result."""
     m, k, n = shape
     scale = torch.ones((), device=device)
 
@@ -146,5 +158,5 @@ def _fp8_matmul(shape: Shape, device: torch.device) -> Callable[[], object]:
 
 
 def _operand_sets(size_bytes: int, device: torch.device, make: Callable[[], Any]) -> Any:
-    """An endless iterator over sets of operands that together exceed the cache."""
+    """Return an endless iterator over sets of operands, made by `make`, which together do not fit into the cache."""
     return cycle([make() for _ in range(min(16, -(-CACHE_BYTES[device.type] // size_bytes)))])

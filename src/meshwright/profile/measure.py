@@ -1,4 +1,4 @@
-"""Measures all figures of a machine: matmuls on an idle device first, then everything on a busy one."""
+"""Measures a whole machine: matmuls on an idle device first, then everything on a busy device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from meshwright.workload.device_work import Work
 
 T = TypeVar("T")
 SECONDS = {"cuda": 100.0, "cpu": 20.0}
-"""Default seconds of measuring, without the start of the ranks."""
+"""Default seconds of all measurements, by device type, without the start of the ranks."""
 
 
 def measure(
@@ -44,11 +44,13 @@ def measure(
     seconds: float | None = None,
     work: Work | None = None,
 ) -> MachineProfile:
-    """The profile of the machine of `team`, measured in about `seconds`; collective, and equal on every rank.
+    """Return the profile of the machine of `team`, measured in about `seconds`.
 
-    Each part has a share of the time; with less time it repeats less, down to the fewest repeats for a median. With `work`, only what
-    pricing it needs is measured: its matmuls and attention in the mix of a step, device memory, the optimizer and
-    collectives.
+    Call it on all ranks; every rank gets the same result.
+
+    Each part has a share of the time. With less time it repeats less, but at least often enough for a median. If `work`
+    is given, only what is needed to predict that step is measured: its matmuls and its attention in a mix like that of
+    the step, device memory, the optimizer and collectives.
     """
     total = seconds or SECONDS[team.device.type]
     clock = TeamClock(team)
@@ -102,7 +104,10 @@ def measure(
 
 
 def cases_of(work: Work) -> tuple[list[matmuls.Case], list[attention.Case]]:
-    """Matmuls and attention to measure so that `work` can be priced; in fp8 each of a layer's three matmuls separately."""
+    """Return the matmuls and the attention whose times are needed to predict `work`.
+
+    In fp8, each of the three matmuls of a linear layer is a case of its own.
+    """
     matmul_cases: list[matmuls.Case] = []
     for linear in work.linears:
         m = linear.m
@@ -118,14 +123,14 @@ def cases_of(work: Work) -> tuple[list[matmuls.Case], list[attention.Case]]:
 
 
 def _matmul_format(name: str) -> matmuls.Format:
-    """The format in which a linear layer's matmuls are measured."""
+    """Return the number format in which a linear layer's matmuls are measured."""
     if name == "fp8":
         return "fp8"
     return "bf16" if name == "bf16" else "fp32"
 
 
 def machine_properties(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:
-    """The profile with the machine's properties and no measurements."""
+    """Return a profile with the properties of the machine and without measurements."""
     properties = torch.cuda.get_device_properties(team.device) if team.cuda else None
     chip = CHIPS.get(cluster.gpu)
     machine = machine_of(as_nodes(replace(cluster, profile=None)), next(iter(chip.peak_flops))) if chip else None
@@ -146,6 +151,7 @@ def machine_properties(team: Team, cluster: ClusterSpec, versions: dict[str, str
 
 
 def _processor() -> str:
+    """Return the name of the processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,4 +1,4 @@
-"""Measures device memory: a copy, an element-wise pass, and the optimizer's step, which is one long pass."""
+"""Measures device memory: the rate of a copy, of an element-wise operation, and of the optimizer's update."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from meshwright.spec.model import ModelSpec
 from meshwright.state.parts import StateParts
 
 ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 24}
-"""Elements of a tensor, far more than any cache holds."""
+"""Number of elements of a tensor, many times more than a cache holds."""
 PARAMETERS = {"cuda": (1 << 24, 16), "cpu": (1 << 21, 8)}
-"""Elements per parameter, and number of parameters."""
+"""(elements of a parameter, number of parameters) of the optimizer's update."""
 
 
 def copy_rate(team: Team, clock: TeamClock, budget: float) -> float:
-    """Bytes per second read and written by a copy, on the slowest device."""
+    """Return the bytes/s that a copy reads and writes on the slowest device."""
     source = _large_tensor(team)
     target = _large_tensor(team)
     return 2 * source.nbytes / clock.seconds(lambda: target.copy_(source), budget)
 
 
 def pass_rate(team: Team, clock: TeamClock, budget: float) -> float:
-    """Bytes per second read and written by the addition of two tensors, on the slowest device."""
+    """Return the bytes/s that the addition of two tensors reads and writes on the slowest device."""
     first = _large_tensor(team)
     second = _large_tensor(team)
     total = _large_tensor(team)
@@ -36,7 +36,7 @@ def pass_rate(team: Team, clock: TeamClock, budget: float) -> float:
 
 
 def adamw_rate(team: Team, clock: TeamClock, budget: float) -> float:
-    """fp32 parameters per second that AdamW updates, on the slowest device."""
+    """Return the fp32 parameters/s that AdamW updates on the slowest device."""
     size, count = PARAMETERS[team.device.type]
     model = nn.ParameterList([nn.Parameter(torch.zeros(size, device=team.device)) for _ in range(count)])
     gradients = [torch.full((size,), 1e-3, device=team.device) for _ in range(count)]

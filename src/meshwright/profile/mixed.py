@@ -1,8 +1,9 @@
-"""Times a step's matmuls and attention in a mix like that of the step, with memory-bound passes between them.
+"""Times the matmuls and the attention of a step in a mix like that of the step, with memory-bound operations between
+them.
 
-A GPU at its power limit runs matmuls slower the longer nothing else runs. In a training step attention and memory-bound
-passes draw less power, so matmuls run at higher clocks than in isolation. The rates to compare a step with are
-therefore measured in such a mix.
+A GPU at its power limit computes matmuls more slowly the longer it computes nothing else. In a training step, attention
+and memory-bound operations draw less power, so matmuls run at higher clocks than in a benchmark of matmuls alone. Rates
+for the prediction of a step are therefore measured in such a mix.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from meshwright.spec.profile import AttentionTime, MatmulTime
 from meshwright.workload.device_work import Work
 
 ROUNDS = 5
-"""Fewest rounds; the first half is warm-up."""
+"""Minimum number of rounds; the first half of the rounds is warm-up."""
 
 
 def mixed_times(
@@ -34,8 +35,10 @@ def mixed_times(
     attention_cases: Sequence[attention.Case],
     budget: float,
 ) -> tuple[list[MatmulTime], list[AttentionTime]]:
-    """Times of each matmul and of each kind of attention, in rounds of all of them and one layer's share of
-    memory-bound passes."""
+    """Return the times of each matmul and of each kind of attention.
+
+    Each round runs all of them, and one layer's share of the memory-bound operations.
+    """
     calls = [matmuls.call_of(case, team) for case in matmul_cases]
     bursts = [clock.burst_seconds(call) for call in calls]
     attends = [call for case in attention_cases for call in attention.calls_of(team, case)]
@@ -52,7 +55,7 @@ def mixed_times(
 
 
 def _pass_call(team: Team, work: Work) -> Call:
-    """A call that copies as many bytes as the step's memory-bound passes move per attention."""
+    """Return a call that copies as many bytes as the memory-bound operations of the step move for each attention."""
     size_bytes = (work.elementwise_bytes + work.quantise_bytes + work.loss_bytes + work.copy_bytes) / max(
         1.0, sum(attention.count for attention in work.attention)
     )
@@ -61,7 +64,7 @@ def _pass_call(team: Team, work: Work) -> Call:
 
 
 def _median_seconds(team: Team, calls: Sequence[Call], budget: float) -> list[float]:
-    """Median seconds of each call over the second half of the rounds, on the slowest rank."""
+    """Return the median seconds of each call over the second half of the rounds, on the slowest rank."""
     for call in calls:
         call()
     team.meet()
@@ -72,7 +75,10 @@ def _median_seconds(team: Team, calls: Sequence[Call], budget: float) -> list[fl
 
 
 def _time_rounds(team: Team, calls: Sequence[Call], rounds: int) -> list[list[float]]:
-    """Seconds by round and call; on a GPU all calls are queued before the first event is read."""
+    """Return the seconds of each call in each round: `result[round][call]`.
+
+    On a GPU, all calls are queued before the first event is read.
+    """
     if not team.cuda:
         return [[_call_seconds(call) for call in calls] for _ in range(rounds)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(calls) + 1)]

@@ -13,29 +13,35 @@ from meshwright.parallel.world import World, world_group
 
 @dataclass(frozen=True)
 class Team:
-    """This rank's device, and its world of ranks (None for a single rank)."""
+    """This rank's device, and the ranks that measure with it."""
 
     device: torch.device
     world: World | None = None
+    """All ranks; None if this rank is alone."""
 
     @property
     def cuda(self) -> bool:
+        """Return whether the device is a GPU."""
         return self.device.type == "cuda"
 
     @property
     def rank(self) -> int:
+        """Return the number of this rank."""
         return self.world.rank if self.world else 0
 
     @property
     def ranks(self) -> int:
+        """Return the number of all ranks."""
         return self.world.ranks if self.world else 1
 
     @property
     def ranks_per_node(self) -> int:
+        """Return the number of ranks on a node."""
         return self.world.ranks_per_node if self.world else 1
 
     @property
     def nodes(self) -> int:
+        """Return the number of nodes."""
         return self.ranks // self.ranks_per_node
 
     def finish(self) -> None:
@@ -50,7 +56,7 @@ class Team:
             dist.barrier(group=self.world.control)
 
     def largest(self, value: float) -> float:
-        """The largest `value` of all ranks, on every rank."""
+        """Return the largest `value` of all ranks, on every rank."""
         if self.world is None:
             return value
         reduced = torch.tensor([value], dtype=torch.float64)
@@ -58,7 +64,7 @@ class Team:
         return float(reduced)
 
     def from_first_rank(self, value: float) -> float:
-        """Rank 0's `value`, on every rank."""
+        """Return the `value` of rank 0, on every rank."""
         if self.world is None:
             return value
         broadcast = torch.tensor([value], dtype=torch.float64)
@@ -66,6 +72,6 @@ class Team:
         return float(broadcast)
 
     def group(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """This rank's process group of the division `groups`; collective over all ranks."""
+        """Return this rank's process group. `groups` has the ranks of each group; call it on all ranks."""
         assert self.world is not None, "a single rank has no process group"
         return world_group() if len(groups) == 1 else self.world.split(groups, "profile")

@@ -1,1 +1,1 @@
-"""Reinforcement learning: samples of the model that is trained, rewards for them, and losses of their log-probabilities."""
+"""Reinforcement learning: samples from the model in training, rewards for them, and losses of their log-probabilities."""

@@ -1,14 +1,15 @@
 """Actions: the elements of a schedule.
 
-The simulator times an action, the executor runs it, the timeline draws it. An action has a short printed form (`F3.2` is
-the forward of stage 3 for micro-batch 2), used in error messages, tests and pictures:
+The simulator computes the time of an action, the executor runs it, and the timeline draws it. Error messages, tests and
+pictures use its short printed form (`F3.2` is the forward of stage 3 for micro-batch 2):
 
     F3.2 B3.2 I3.2 W3.2 E3.2   forward, backward, backward for inputs, backward for weights, forward without backward
     F3.2/1                     the same for unit 1 of the stage
-    SA3.2>4  RA4.2<3           send and receive an activation; SG3.2>2 RG2.2<3 a gradient
+    SA3.2>4  RA4.2<3           send and receive an activation (stage.micro-batch, then the other stage)
+    SG3.2>2  RG2.2<3           send and receive a gradient
     U3/1 D3/1 G3/1             gather a unit's parameters, free them, reduce its gradients
-    N O                        gradient norm over all ranks, optimizer
-    F3.2&F3.3                  a forward or backward of two micro-batches together
+    N O                        compute the gradient norm over all ranks, run the optimizer
+    F3.2&F3.3                  the same forward or backward of two micro-batches together
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ LETTERS: dict[Op, str] = {
     "norm_barrier": "N",
     "optim": "O",
 }
-"""The first letter of an action's printed form; an action of two micro-batches prints both."""
+"""First letter of an action's printed form. An action of two micro-batches prints both parts."""
 _OP_BY_LETTER: dict[str, Op] = {letter: op for op, letter in LETTERS.items()}
 COMPUTE = frozenset[Op](("forward", "backward", "backward_input", "backward_weight", "forward_only"))
-"""Ops that occupy the device's compute."""
+"""Ops that compute on the device."""
 FORWARD = frozenset[Op](("forward", "forward_only"))
-"""Ops that turn a stage's input into its output."""
+"""Ops that compute a stage's output from its input."""
 GRADIENT = frozenset[Op](("backward", "backward_input"))
-"""Ops that turn the gradient of a stage's output into that of its input."""
+"""Ops that compute the gradient of a stage's input from the gradient of its output."""
 
 _COMPUTE_FORM = re.compile(r"([FBIWE])(\d+)\.(\d+)(?:/(\d+))?")
 _TRANSFER_FORM = re.compile(r"([SR])([AG])(\d+)\.(\d+)([<>])(\d+)")
@@ -64,11 +65,12 @@ _PAYLOADS: dict[str, Payload] = {"A": "activation", "G": "gradient"}
 
 
 class Action(NamedTuple):
-    """Operation of a pipeline rank.
+    """One operation of a pipeline rank.
 
-    `stage` is the index of a virtual stage in the whole pipeline; -1 for operations of the whole rank. `unit` is an FSDP
-    unit of the stage, or None for the whole stage. `peer` is the stage at the other end of a transfer. An action of
-    two micro-batches has one for each in `pair`, and their op, stage and unit.
+    `op`: what is done. `stage`: index of a virtual stage in the whole pipeline; -1 for operations of the whole rank.
+    `micro_batch`: its index, -1 if the operation has none. `unit`: an FSDP unit of the stage; None for the whole stage.
+    `peer`: the other stage of a transfer. `payload`: what a transfer carries.
+    `pair`: for an action of two micro-batches, the action of each; `op`, `stage` and `unit` are theirs.
     """
 
     op: Op
@@ -81,7 +83,7 @@ class Action(NamedTuple):
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The actions of two micro-batches, or the action itself."""
+        """The actions of the two micro-batches, or the action itself."""
         return self.pair or (self,)
 
     @property
@@ -91,7 +93,7 @@ class Action(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Op, stage, micro-batch and unit, as in `backward_input 3.2/1`; the span's name in timelines."""
+        """Op, stage, micro-batch and unit, such as `backward_input 3.2/1`: the name of the action's span in timelines."""
         if self.pair:
             return " & ".join(part.label for part in self.pair)
         if self.stage < 0:
@@ -116,12 +118,12 @@ class Action(NamedTuple):
 
 
 def together(first: Action, second: Action) -> Action:
-    """Return one action for the same forward or backward of two micro-batches, which share the device part by part."""
+    """Return one action for the same forward or backward of two micro-batches. Their parts alternate on the device."""
     return first._replace(micro_batch=-1, pair=(first, second))
 
 
 def parse(text: str) -> Action:
-    """The action with this printed form. Raises BadInput if there is none."""
+    """Return the action with this printed form. Raises BadInput if there is none."""
     if "&" in text:
         first, second = map(parse, text.split("&", 1))
         if first.op in COMPUTE and first[:2] == second[:2] and first.unit == second.unit:

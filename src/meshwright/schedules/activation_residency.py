@@ -1,4 +1,4 @@
-"""Peak activations of a rank, computed from the schedule's actions."""
+"""Peak memory of activations on a rank, computed from the schedule's actions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from meshwright.schedules.schedule import ComputeOrder, Schedule
 def peak_in_flight(
     schedule: Schedule, stage_sizes: Sequence[float] | None = None, kept_for_weights: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """By rank, the largest size of activations that forwards have saved and backwards have not freed.
+    """Return, for each rank, the peak size of the activations that forwards have saved and backwards have not freed.
 
-    `stage_sizes`: size of one forward's activations by stage (default 1 each: the peak counts stage forwards).
-    `kept_for_weights`: the part of that size that a split backward frees only after its weight half (default: all of it). In a
-    schedule of units, a stage's forward counts from its first unit, and its backward frees it at its last unit.
+    `stage_sizes`: size of one forward's activations, by stage (default 1 each: the peak counts forwards of stages).
+    `kept_for_weights`: the part of this size that a split backward frees only after its weight half (default: all).
+
+    In a schedule of units, a stage's activations count from the forward of its first unit until the backward of that unit,
+    which is the stage's last.
     """
     stage_sizes = stage_sizes or [1.0] * schedule.stages
     kept_sizes = stage_sizes if kept_for_weights is None else kept_for_weights
@@ -23,6 +25,7 @@ def peak_in_flight(
 
 
 def _peak(schedule: Schedule, rank: int, stage_sizes: Sequence[float], kept_sizes: Sequence[float]) -> float:
+    """Return the peak of one rank, by going through its actions."""
     in_flight = peak = 0.0
     for action in schedule.actions[rank]:
         if action.op not in COMPUTE:
@@ -46,15 +49,20 @@ def _peak(schedule: Schedule, rank: int, stage_sizes: Sequence[float], kept_size
 
 
 ForwardCounts = tuple[tuple[tuple[int, ...], ...], ...]
-"""By rank, candidates for its peak: the number of forwards in flight of each of its stages."""
+"""For each rank, the candidates for its peak. A candidate has the number of forwards in flight of each of its stages."""
 
 
 def peak_candidates(order: ComputeOrder) -> ForwardCounts:
-    """By rank, all numbers of forwards in flight (one per stage) that can be the peak, whatever the stages' activation sizes."""
+    """Return, for each rank, all numbers of forwards in flight (one per stage) that can be its peak.
+
+    Which of them is the peak depends on the sizes of the stages' activations. Example: (2, 1) means two forwards in flight
+    of the rank's first stage and one of its second. (1, 1) is no candidate then, because it is never larger.
+    """
     return tuple(map(_rank_candidates, *order))
 
 
 def _rank_candidates(stages: Sequence[int], actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
+    """Return the candidates of one rank, from its stages and its actions in order."""
     index_of = {stage: index for index, stage in enumerate(stages)}
     in_flight = [0] * len(index_of)
     candidates = dict[tuple[int, ...], None]()
@@ -64,6 +72,7 @@ def _rank_candidates(stages: Sequence[int], actions: Sequence[Action]) -> tuple[
         for stage in forwards:
             in_flight[index_of[stage]] += 1
         backwards = [part.stage for part in action.parts if part.op in ("backward", "backward_weight")]
+        # A peak can only be where the count has grown and the next action frees activations.
         if backwards and (has_grown or forwards):
             candidates[tuple(in_flight)] = None
         has_grown = bool(forwards) or (has_grown and not backwards)
@@ -75,4 +84,5 @@ def _rank_candidates(stages: Sequence[int], actions: Sequence[Action]) -> tuple[
 
 
 def _below(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    """Return whether `first` is nowhere larger than `second`, and differs from it."""
     return first != second and all(a <= b for a, b in zip(first, second, strict=True))

@@ -8,9 +8,9 @@ from meshwright.schedules.schedule import Schedule
 
 
 def collective_counts(schedule: Schedule) -> dict[tuple[int, int], tuple[int, int]]:
-    """(gathers of parameters, reductions of gradients) in one step, by (stage, unit).
+    """Return (gathers of parameters, reductions of gradients) of one step, for each (stage, unit).
 
-    `schedule` has unit actions (`schedules.expand`).
+    `schedule` must consist of unit actions (`schedules.expand`).
     """
     counts = Counter(
         (action.op, action.stage, action.unit or 0) for rank_actions in schedule.actions for action in rank_actions

@@ -1,4 +1,4 @@
-"""Micro-batches in flight on a rank, in closed form for arrays of schedules."""
+"""Number of micro-batches in flight on a rank, in closed form, for arrays of schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from meshwright.spec.plan import ScheduleName
 
 NAMES = get_args(ScheduleName)
-"""Schedule names by index."""
+"""The names of all schedules. The functions here take an index into this tuple."""
 Numbers = npt.ArrayLike
 """A number or an array of numbers."""
 
@@ -18,17 +18,19 @@ Numbers = npt.ArrayLike
 def in_flight(
     schedule: Numbers, ranks: Numbers, micro_batches: Numbers, virtual: Numbers, rank: Numbers = 0
 ) -> np.ndarray:
-    """Most micro-batches in flight on a pipeline rank: their forwards are done, their backwards are not.
+    """Return the most micro-batches in flight on a pipeline rank: their forwards are done, and their backwards are not.
 
-    A forward of one of the rank's `virtual` stages counts 1 / `virtual`. `schedule` is an index into `NAMES`, `virtual` the number
-    of stages per rank, `rank` the pipeline rank; arguments broadcast. On one rank every schedule
-    but gpipe, breadth_first and paired runs micro-batches one by one. As in `peak_in_flight`, a micro-batch of a split backward
-    counts until its weight half.
+    `schedule`: an index into `NAMES`. `ranks`: pipeline ranks. `virtual`: stages per rank. `rank`: the pipeline rank. The
+    arguments broadcast. A forward of one of the rank's stages counts 1 / `virtual`.
+
+    On one rank every schedule but gpipe, breadth_first and paired runs the micro-batches one by one. As in
+    `peak_in_flight`, a micro-batch whose backward is split counts until its weight half.
     """
     index, p, m, v, r = np.broadcast_arrays(
         schedule, *(np.asarray(x, float) for x in (ranks, micro_batches, virtual, rank))
     )
     v = np.maximum(v, 1.0)
+    # A formula for each schedule; `p` ranks, `m` micro-batches, `v` stages per rank, `r` the rank.
     by_name = {
         "gpipe": m,
         "1f1b": np.minimum(m, p - r),
@@ -42,5 +44,5 @@ def in_flight(
 
 
 def _group(ranks: np.ndarray, micro_batches: np.ndarray) -> np.ndarray:
-    """Micro-batches that an interleaved schedule takes through a stage before the rank's next stage (`looping.groups_of`)."""
+    """Return how many micro-batches of an interleaved schedule pass a stage before the rank's next stage (`groups_of`)."""
     return np.ceil(micro_batches / np.maximum(1.0, micro_batches // ranks))

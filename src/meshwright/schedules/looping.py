@@ -1,4 +1,4 @@
-"""Schedules with several stages on each rank, placed round-robin: interleaved 1F1B, breadth-first, forward-only."""
+"""Schedules with several stages per rank, placed round-robin: interleaved 1F1B, breadth-first, and forward-only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from meshwright.schedules.schedule import ComputeOrder, Placement, Schedule, eva
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> ComputeOrder:
-    """Interleaved 1F1B: a group of micro-batches visits the rank's stages in turn (Narayanan et al., arXiv 2104.04473 §2.2).
+    """Return interleaved 1F1B: a group of micro-batches visits the rank's stages in turn.
 
-        The paper requires groups of `ranks` micro-batches. Otherwise groups are as even as possible and have at least
-    `ranks` micro-batches (one group when there are fewer micro-batches than ranks).
+    Source: Narayanan et al., arXiv 2104.04473 §2.2. There a group has exactly `ranks` micro-batches. Here the groups are as
+    even as possible and have at least `ranks` micro-batches. There is one group if there are fewer micro-batches.
     """
     groups = groups_of(ranks, micro_batches)
     placement = looped(ranks, stages_per_rank)
@@ -29,17 +29,19 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Com
             for stage in stages[::-1]
             for micro_batch in group
         ]
+        # A forward of the last stage must be done before the first backward; later ranks need fewer forwards until then.
         warm_up = min(len(forwards), 2 * (ranks - 1 - rank) + (stages_per_rank - 1) * len(groups[0]))
         compute.append(warm_then_alternate(forwards, backwards, warm_up))
     return placement, compute
 
 
 def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> ComputeOrder:
-    """Layered accumulation: all micro-batches run through a stage before the next (arXiv 2106.02679, 2211.05953).
+    """Return layered accumulation: all micro-batches run through a stage before the next (arXiv 2106.02679, 2211.05953).
 
-    Parameters of a stage are used once in each direction and its gradient is complete after one stretch, so they are
-    gathered and reduced once a step. With a stage for every layer it is the modular pipeline; with one rank, layered
-    gradient accumulation alone. All micro-batches are in flight when the backward starts.
+    The parameters of a stage are used in one stretch of forwards and one stretch of backwards. So a step gathers the
+    parameters twice, and reduces their gradients once, after the stretch of backwards. With one layer per stage it is the
+    modular pipeline; with one rank it is layered gradient accumulation. All micro-batches are in flight when the backward
+    starts.
     """
     placement = looped(ranks, stages_per_rank)
     compute = [
@@ -50,13 +52,16 @@ def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> C
 
 
 def forward_only(placement: Placement, micro_batches: int) -> Schedule:
-    """A pass without backward, for validation and inference, on the placement of any schedule."""
+    """Return a pass without backward, for validation and inference, on the placement of any schedule."""
     compute = [_sweep("forward_only", stages, micro_batches) for stages in placement]
     return evaluated("forward_only", micro_batches, placement, compute)
 
 
 def groups_of(ranks: int, micro_batches: int) -> list[range]:
-    """Groups of at least `ranks` micro-batches, as even as possible, larger groups first."""
+    """Return groups of at least `ranks` micro-batches, as even as possible, larger groups first.
+
+    Example: 2 ranks and 7 micro-batches give range(0, 3), range(3, 5) and range(5, 7).
+    """
     count = max(1, micro_batches // ranks)
     size, longer = divmod(micro_batches, count)
     starts = [index * size + min(index, longer) for index in range(count + 1)]
@@ -64,4 +69,5 @@ def groups_of(ranks: int, micro_batches: int) -> list[range]:
 
 
 def _sweep(op: Op, stages: Sequence[int], micro_batches: int) -> list[Action]:
+    """Return the actions of all micro-batches in the first stage, then in the second stage, and so on."""
     return [Action(op, stage, micro_batch) for stage in stages for micro_batch in range(micro_batches)]

@@ -1,4 +1,4 @@
-"""Schedules with one stage on each rank: GPipe, 1F1B, ZB-H1, which splits the backward, and paired micro-batches."""
+"""Schedules with one stage per rank: GPipe, 1F1B, ZB-H1 (which splits the backward), and paired micro-batches."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from meshwright.schedules.schedule import ComputeOrder, looped
 
 
 def gpipe(ranks: int, micro_batches: int) -> ComputeOrder:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965)."""
+    """Return GPipe: all forwards, then all backwards (Huang et al., arXiv 1811.06965)."""
     return _alternating(ranks, micro_batches, [micro_batches] * ranks)
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> ComputeOrder:
-    """1F1B: forwards until the first gradient arrives, then one backward and one forward in turn.
+    """Return 1F1B: forwards until the first gradient arrives, then one backward and one forward in turn.
 
-    The same bubble as GPipe with at most `ranks` micro-batches in flight (Narayanan et al., arXiv 2006.09503, PipeDream-Flush).
+    It has the bubble of GPipe, but at most `ranks` micro-batches in flight. Source: PipeDream-Flush, Narayanan et al.,
+    arXiv 2006.09503.
     """
     return _alternating(ranks, micro_batches, [min(micro_batches, ranks - 1 - rank) for rank in range(ranks)])
 
 
 def zb_h1(ranks: int, micro_batches: int) -> ComputeOrder:
-    """1F1B with the backward split; rank r does the weight half r micro-batches late (Qi et al., arXiv 2401.10241 §2.1).
+    """Return 1F1B with a split backward: rank r computes the weight half of a backward r micro-batches late.
 
-    A rank sends the gradient after the input half, and the deferred weight halves fill idle time. Rank r holds r
-    micro-batches more than under 1F1B, so all ranks hold as many as rank 0.
+    Source: Qi et al., arXiv 2401.10241 §2.1. A rank sends the gradient after the input half, and the deferred weight halves
+    fill its idle time. Rank r holds the activations of r micro-batches more than with 1F1B, so all ranks hold as many as
+    rank 0.
     """
     compute = []
     for rank in range(ranks):
@@ -41,7 +43,7 @@ def zb_h1(ranks: int, micro_batches: int) -> ComputeOrder:
 
 
 def paired(micro_batches: int) -> ComputeOrder:
-    """1F1B of one rank with two micro-batches together, an even number in all."""
+    """Return 1F1B on one rank with two micro-batches together; `micro_batches` is even."""
 
     def both(op: Op, first: int) -> Action:
         return together(Action(op, 0, first), Action(op, 0, first + 1))
@@ -51,6 +53,7 @@ def paired(micro_batches: int) -> ComputeOrder:
 
 
 def _alternating(ranks: int, micro_batches: int, warm_up: list[int]) -> ComputeOrder:
+    """Return for each rank `warm_up[rank]` forwards, then a forward and a backward in turn, then the other backwards."""
     compute = []
     for rank in range(ranks):
         forwards = [Action("forward", rank, micro_batch) for micro_batch in range(micro_batches)]

@@ -1,7 +1,8 @@
 """A short notation for the compute order of one rank, used to write schedules.
 
-A phrase is a sequence of words, one per compute action: `F0 I1 W1` is a forward of the rank's first stage, then the input half
-and the weight half of a backward of its second stage. Each word takes the next micro-batch of its direction and stage.
+A phrase is a sequence of words, and each word is one compute action. Example: `F0 I1 W1` is a forward of the rank's first
+stage, then the input half and the weight half of a backward of its second stage. Each word means the next micro-batch
+of its direction and stage.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from meshwright.schedules.action import Action
 
 
 class ComputeWriter:
-    """Builds one rank's compute actions from phrases.
+    """Builds one rank's compute actions from phrases. `stages` are the rank's stages.
 
-    A word is a letter and the index of the stage on the rank: F forward, B whole backward, I input half and W weight half of a
-    backward. `W` without an index is the oldest weight half, of any stage, whose input half was written.
+    A word is a letter and the index of a stage in `stages`. F is a forward, B a whole backward, I the input half and W the
+    weight half of a backward. `W` without an index is the oldest pending weight half of any stage: its input half is
+    written already, and the weight half is not.
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
@@ -26,19 +28,20 @@ class ComputeWriter:
         self._pending_weights: deque[tuple[int, int]] = deque()
 
     def write(self, phrase: str, times: int = 1) -> None:
-        """Append the actions of `phrase`, `times` times; not at all for 0 or fewer."""
+        """Append the actions of `phrase` `times` times; not at all if `times` is 0 or negative."""
         for _ in range(times):
             self.actions += [self._action(word) for word in phrase.split()]
 
     def write_pending_weights(self) -> None:
-        """Write every pending weight half, oldest first."""
+        """Append all pending weight halves, oldest first."""
         self.write("W", len(self._pending_weights))
 
     def forwards(self, index: int) -> int:
-        """The number of forwards written so far for the rank's stage `index`."""
+        """Return the number of forwards written so far for the rank's stage `index`."""
         return self._next_micro_batch["forward", index]
 
     def _action(self, word: str) -> Action:
+        """Return the action of one word, and count its micro-batch as written."""
         if word[0] == "W":
             return self._oldest_weight_half(word[1:])
         letter = word[0]
@@ -53,19 +56,19 @@ class ComputeWriter:
         return Action("backward_input", stage, micro_batch)
 
     def _next_index(self, direction: str, index: int) -> int:
-        """The next micro-batch of the rank's stage `index` in this direction; counts it as written."""
+        """Return the next micro-batch of the rank's stage `index` in this direction, and count it as written."""
         self._next_micro_batch[direction, index] += 1
         return self._next_micro_batch[direction, index] - 1
 
     def _oldest_weight_half(self, index: str) -> Action:
-        """The oldest pending weight half: of the rank's stage `index`, or of any stage if `index` is empty."""
+        """Return the oldest pending weight half: of the rank's stage `index`, or of any stage if `index` is empty."""
         pending = next(half for half in self._pending_weights if not index or half[0] == self._stages[int(index)])
         self._pending_weights.remove(pending)
         return Action("backward_weight", *pending)
 
 
 def warm_then_alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then alternately a forward and a backward, then the remaining backwards."""
+    """Return `warm_up` forwards, then a forward and a backward in turn, then the remaining backwards."""
     order = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order += (forward, backward)
@@ -73,5 +76,5 @@ def warm_then_alternate(forwards: Sequence[Action], backwards: Sequence[Action],
 
 
 def truncate(rank_actions: Sequence[Action], micro_batches: int) -> list[Action]:
-    """The actions of the first `micro_batches` micro-batches."""
+    """Return only the actions of the first `micro_batches` micro-batches."""
     return [action for action in rank_actions if action.micro_batch < micro_batches]

@@ -1,8 +1,9 @@
 """Builds the schedule of a Plan for the simulator and the executor.
 
-The FSDP units of a stage are its blocks, before the first block the embedding, and after the last block the final norm with
-head and loss. Layer strategies of the plan set when a unit is gathered and reduced; embedding and head follow the strategy of
-the adjacent block. `breadth_first` runs all micro-batches of a unit before the next unit.
+The FSDP units of a stage are its blocks. The first stage also has the embedding, as a unit before the first block. The last
+stage also has final norm, head and loss, as a unit after the last block. The plan's layer strategies decide when a unit
+is gathered and reduced; the embedding and the head follow the strategy of the adjacent block. `breadth_first` runs all
+micro-batches of a unit before the next unit.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from meshwright.spec.plan import LayerStrategy, Plan
 
 T = TypeVar("T")
 ByUnit = tuple[tuple[T, ...], ...]
-"""Values by stage and unit."""
+"""Values for each stage and unit."""
 
 
 def training_schedule(plan: Plan, layers: int, micro_batches: int | None = None) -> Schedule:
-    """A training step of a model of `layers` blocks, in actions of FSDP units.
+    """Return a training step of a model with `layers` blocks, in actions of FSDP units.
 
-    `micro_batches` is their number on a rank; None: as planned. Raises BadInput if the schedule does not support the plan's sizes.
+    `micro_batches` is the number of micro-batches on a rank; None takes the plan's. Raises BadInput if the schedule does
+    not support the plan's sizes.
     """
     strategies = unit_strategies(plan, layers)
     at_ends = _collects_at_ends(plan)
@@ -37,7 +39,7 @@ def training_schedule(plan: Plan, layers: int, micro_batches: int | None = None)
 
 
 def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule:
-    """A forward-only pass over the same stages, in actions of FSDP units."""
+    """Return a forward-only pass over the stages of the training schedule, in actions of FSDP units."""
     strategies = unit_strategies(plan, layers)
     at_ends = _collects_at_ends(plan)
     gather = [[_gather(unit, at_ends) for unit in stage] for stage in strategies]
@@ -47,47 +49,51 @@ def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule
 
 
 def stage_schedule(plan: Plan, layers: int) -> Schedule:
-    """A step whose compute actions are whole stages, without gathers and reductions."""
+    """Return a step whose compute actions are whole stages, without gathers and reductions."""
     return _cached_build(*schedule_key(plan, layers))
 
 
 def stages_of(plan: Plan, layers: int) -> tuple[range, ...]:
-    """Layers of every virtual stage, in the order a micro-batch visits them."""
+    """Return the layers of every virtual stage, in the order in which a micro-batch visits the stages."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), layers)
     return tuple(sorted((stage for stages in table for stage in stages), key=lambda stage: stage.start))
 
 
 def schedule_key(plan: Plan, layers: int) -> tuple[str, int, int, int]:
-    """Name, ranks, micro-batches and stages per rank of the plan's schedule: the arguments of `registry.build`."""
+    """Return the arguments of `registry.build` for a plan: name, ranks, micro-batches and stages per rank."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), layers)
     return plan.schedule.name, len(table), plan.batch.accumulate, len(table[0])
 
 
 def unit_strategies(plan: Plan, layers: int) -> list[list[LayerStrategy]]:
-    """The layer strategy of every unit, by stage and unit."""
+    """Return the layer strategy of every unit, by stage and unit."""
     by_stage = []
     for stage in stages_of(plan, layers):
         blocks = list(plan.strategies(layers)[stage.start : stage.stop])
+        # The strategy of the first block once more for the embedding, that of the last block once more for the head.
         by_stage.append([*blocks[: stage.start == 0], *blocks, *blocks[len(blocks) - (stage.stop == layers) :]])
     return by_stage
 
 
 def _collects_at_ends(plan: Plan) -> bool:
-    """Whether units are gathered before a step's first micro-batch and reduced after its last.
+    """Return whether units are gathered before a step's first micro-batch and reduced after its last.
 
-    Ranks of the hybrid axis run different numbers of micro-batches and wait for each other in attention. A collective between two
-    micro-batches could then deadlock. In layered order all ranks have the same collectives between the same units.
+    This is needed with a hybrid axis. Its ranks run different numbers of micro-batches and wait for each other in
+    attention, so that a collective between two micro-batches could deadlock. In layered order it is not needed: all ranks
+    have the same collectives between the same units.
     """
     return plan.axis_size("hybrid") > 1 and not plan.layered
 
 
 def _gather(strategy: LayerStrategy, at_ends: bool) -> Gather:
+    """Return when a unit of this strategy is gathered."""
     if at_ends:
         return "start"
     return "stretch" if strategy.reshard else "step"
 
 
 def _reduce(strategy: LayerStrategy, at_ends: bool) -> Reduce:
+    """Return when the gradients of a unit of this strategy are reduced."""
     if at_ends:
         return "end"
     return "stretch" if strategy.gradients == "shard" else "once"
@@ -99,7 +105,7 @@ def _order(plan: Plan) -> Order:
 
 @lru_cache(maxsize=128)  # the planner needs the same orders for every batch and strategy
 def cached_compute_order(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> ComputeOrder:
-    """`registry.order_of`, cached."""
+    """Return `registry.order_of`, cached."""
     return order_of(name, ranks, micro_batches, stages_per_rank)
 
 

@@ -1,8 +1,8 @@
-"""Untimed execution of a schedule, to check order and deadlocks under the rules of real sends and receives.
+"""Plays a schedule without times, to find deadlocks and wrong orders under the rules of real sends and receives.
 
-The host of each rank issues its actions in order. A channel (an ordered pair of ranks) matches its k-th send with its k-th
-receive, whatever they carry, as an NCCL communicator does. Compute waits for its input. A host blocks after `sends_ahead`
-sends without a matching receive. The inputs of compute from the same rank must have been computed before.
+The host of each rank issues its actions in order. A channel is an ordered pair of ranks. It matches its k-th send with its
+k-th receive, whatever they carry, as an NCCL communicator does. Compute waits until its input has arrived. A host
+blocks if `sends_ahead` sends of a channel have no matching receive. Inputs from the same rank must have been computed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from meshwright.spec.errors import BadInput
 
 @dataclass
 class RankChannel:
-    """Messages from one rank to another: sends and receives issued and not yet matched, oldest first."""
+    """Messages from one rank to another: the sends and receives that are issued and not yet matched, oldest first."""
 
     sends: deque[Action] = field(default_factory=deque)
     receives: deque[Action] = field(default_factory=deque)
 
 
 class Play:
-    """Runs all ranks, each until it blocks."""
+    """Runs all ranks, each until it blocks, and again until all have ended.
+
+    Results in `done` are ("forward" or "gradient", stage, micro-batch, unit). `arrived` has (stage, source stage,
+    micro-batch) of each message. `gathered` and `unreduced` have (stage, unit).
+    """
 
     def __init__(self, schedule: Schedule, sends_ahead: int | None) -> None:
         self.schedule = schedule
@@ -43,7 +47,7 @@ class Play:
         self.reduces = "reduce_grad" in ops
 
     def run(self) -> None:
-        """Run to the end. Raises BadInput for a deadlock, messages that do not match, or an action without its inputs."""
+        """Run to the end. Raises BadInput for a deadlock, for messages that do not match, or for a missing input."""
         progressed = True
         while progressed:
             progressed = False
@@ -60,7 +64,7 @@ class Play:
                 self._fail(f"{unmatched} between ranks {source} and {target} has no counterpart")
 
     def _step(self, rank: int, action: Action) -> bool:
-        """Issue `action`; False if the rank has to wait."""
+        """Issue `action`. Return False if the rank has to wait."""
         if action.op in COMPUTE:
             return self._compute(rank, action)
         if action.op == "send":
@@ -74,6 +78,7 @@ class Play:
         return True
 
     def _compute(self, rank: int, action: Action) -> bool:
+        """Compute `action`. Return False if a message that it needs has not arrived."""
         if not all(self._arrived(rank, part) for part in action.parts):
             return False
         for part in action.parts:
@@ -89,12 +94,12 @@ class Play:
         return True
 
     def _arrived(self, rank: int, part: Action) -> bool:
-        """Whether the message that `part` consumes, if any, has arrived."""
+        """Return whether the message that `part` needs has arrived, or whether it needs none."""
         source = self._source(part)
         return source is None or self.rank_of[source] == rank or (part.stage, source, part.micro_batch) in self.arrived
 
     def _source(self, part: Action) -> int | None:
-        """The other stage whose output or gradient `part` consumes, if any."""
+        """Return the other stage whose output or gradient `part` needs, or None."""
         unit = part.unit or 0
         if part.op in FORWARD and unit == 0 and part.stage > 0:
             return part.stage - 1
@@ -103,7 +108,7 @@ class Play:
         return None
 
     def _check_inputs(self, rank: int, part: Action) -> None:
-        """Raise BadInput unless the inputs of `part` from its own rank have been computed."""
+        """Raise BadInput unless the inputs of `part` that its own rank computes have been computed."""
         stage = part.stage
         micro_batch = part.micro_batch
         unit = part.unit or 0
@@ -131,6 +136,7 @@ class Play:
             self._fail(f"rank {rank} runs {part} while its parameters are not gathered")
 
     def _send(self, rank: int, action: Action) -> bool:
+        """Issue a send. Return False if its channel has no space."""
         channel = self.channels[rank, self.rank_of[action.peer]]
         full = self.sends_ahead is not None and len(channel.sends) >= self.sends_ahead
         if full and not channel.receives:
@@ -148,17 +154,19 @@ class Play:
         self._match(source, rank)
 
     def _match(self, source: int, target: int) -> None:
+        """Match the sends of a channel with its receives, in order. Raises BadInput if a pair does not fit."""
         channel = self.channels[source, target]
         while channel.sends and channel.receives:
             send = channel.sends.popleft()
             receive = channel.receives.popleft()
+            # The receive that fits a send has the same payload, with stage and peer exchanged.
             expected = send._replace(op="recv", stage=send.peer, peer=send.stage)
             if receive != expected:
                 self._fail(f"rank {source} sends {send} where rank {target} expects {receive}")
             self.arrived.add((receive.stage, receive.peer, receive.micro_batch))
 
     def _unit(self, rank: int, action: Action) -> None:
-        """Gather, free, or reduce one unit of the rank."""
+        """Gather, free or reduce one unit of the rank."""
         unit = action.stage, action.unit or 0
         if action.op == "reduce_grad":
             self.unreduced.discard(unit)
@@ -169,6 +177,7 @@ class Play:
         self.gathered ^= {unit} if action.op in ("unshard", "reshard") else set()
 
     def _close(self, rank: int) -> None:
+        """Raise BadInput if units of the rank are still gathered, or not reduced, when it reaches the optimizer."""
         own_stages = set(self.schedule.placement[rank])
         for stage, unit in sorted(self.gathered):
             if stage in own_stages:

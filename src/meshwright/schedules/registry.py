@@ -14,10 +14,13 @@ from meshwright.spec.errors import BadInput, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Builder of a schedule, the sizes that it supports, and the published bound of its memory.
+    """How a schedule is built, the sizes that it supports, and the published bound of its memory.
 
-    `order` takes (ranks, micro-batches, stages per rank); `in_flight` takes (ranks, rank, micro-batches, stages per rank)
-    and bounds how many stage forwards the rank holds at once. With `pairs` two micro-batches run together on one rank.
+    `order(ranks, micro_batches, stages_per_rank)` returns its compute order.
+    `in_flight(ranks, rank, micro_batches, stages_per_rank)` returns an upper bound of the forwards of stages whose
+    activations the rank holds at a time.
+    `stages_per_rank`: the supported numbers of stages per rank.
+    `pairs`: two micro-batches run together, on one rank.
     """
 
     order: Callable[[int, int, int], ComputeOrder]
@@ -26,6 +29,7 @@ class Entry:
     pairs: bool = False
 
 
+# Numbers of stages per rank.
 ANY_NUMBER = range(1, 1 << 20)
 ONE_STAGE = range(1, 2)
 TWO_STAGES = range(2, 3)
@@ -70,7 +74,7 @@ SCHEDULES: dict[str, Entry] = {
         pairs=True,
     ),
 }
-"""Every training schedule; `looping.forward_only` runs validation on the placement of any of them."""
+"""All training schedules. `looping.forward_only` runs a validation on the placement of any of them."""
 
 
 def build(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
@@ -79,7 +83,7 @@ def build(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None
 
 
 def order_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> ComputeOrder:
-    """The order of forwards and backwards, without transfers. Raises BadInput as `build` does."""
+    """Return the order of forwards and backwards, without transfers. Raises BadInput like `build`."""
     entry = entry_of(name)
     stages = entry.stages_per_rank.start if stages_per_rank is None else stages_per_rank
     if refused := refusal(name, ranks, micro_batches, stages):
@@ -88,7 +92,7 @@ def order_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | N
 
 
 def entry_of(name: str) -> Entry:
-    """The entry of the schedule `name`. Raises BadInput with the nearest name if there is none."""
+    """Return the entry of the schedule `name`. Raises BadInput with the nearest name if there is none."""
     if name not in SCHEDULES:
         near = nearest(name, SCHEDULES)
         hint = f"; nearest: {near}" if near else ""

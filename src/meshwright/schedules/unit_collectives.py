@@ -1,7 +1,7 @@
 """Inserts gathers of parameters and reductions of gradients into one rank's unit actions.
 
-A unit is a set of parameters that FSDP gathers and reduces together: the embedding, a block, or norm and head. A stretch is a
-run of consecutive compute actions that use the same unit.
+A unit is a set of parameters that FSDP gathers and reduces together: the embedding, a block, or norm and head. A stretch is
+a sequence of consecutive compute actions that use the same unit.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from typing import Literal
 from meshwright.schedules.action import COMPUTE, Action
 
 Gather = Literal["never", "start", "step", "stretch"]
-"""Gathers of a unit's parameters.
+"""When a unit's parameters are gathered:
 
-never: every rank has them whole. step: gathered at the first use and kept until the last (FSDP without resharding,
-ZeRO-2). start: the same, but gathered before the first action, so that ranks may run different numbers of micro-batches.
-stretch: freed after every stretch and gathered again (FSDP with resharding, ZeRO-3).
+never     Every rank has them as a whole.
+step      Before the first use of the step; they are kept until the last use (FSDP without resharding, ZeRO-2).
+start     Like `step`, but before the rank's first action, so that ranks may run different numbers of micro-batches.
+stretch   Before each stretch; they are freed after it (FSDP with resharding, ZeRO-3).
 """
 Reduce = Literal["never", "end", "once", "stretch"]
-"""Reductions of a unit's gradients.
+"""When a unit's gradients are reduced:
 
-never: there is one replica. once: after the unit's last backward of the step; the rank keeps the whole gradient until
-then. end: the same, but after the last backward of all units. stretch: after every run of consecutive backwards of the
-unit; the rank keeps only its shard of the gradient in between.
+never     Not at all: there is one replica.
+once      After the unit's last backward of the step. The rank keeps the whole gradient until then.
+end       Like `once`, but after the last backward of all units.
+stretch   After each stretch of backwards. The rank keeps only its shard of the gradient in between.
 """
 
 Unit = tuple[int, int]
@@ -34,9 +36,9 @@ Unit = tuple[int, int]
 def with_collectives(
     actions: Sequence[Action], gather: Sequence[Sequence[Gather]], reduce: Sequence[Sequence[Reduce]]
 ) -> tuple[Action, ...]:
-    """`actions` with unshard, reshard and reduce_grad inserted.
+    """Return `actions` with unshard, reshard and reduce_grad actions inserted.
 
-    Sends precede them, because another rank waits for the payload.
+    After a compute action its sends come first, because another rank waits for the payload.
     """
     before, after = _gathers(actions, gather)
     for index, unit in _reductions(actions, reduce):
@@ -56,9 +58,10 @@ def with_collectives(
 def _gathers(
     actions: Sequence[Action], gather: Sequence[Sequence[Gather]]
 ) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
-    """By action index: the unshards to issue before the action, and the reshards after it."""
+    """Return two tables by action index: the unshards to issue before the action, and the reshards after it."""
     uses = [(index, unit) for index, action in enumerate(actions) if (unit := _unit_read(action)) is not None]
     stretches = _stretches([unit for _, unit in uses])
+    # From the index of a stretch's last use to that of its first.
     start_of_stretch = {last: first for spans in stretches.values() for first, last in spans}
     gathered = [
         (first, last, unit)
@@ -72,6 +75,7 @@ def _gathers(
             before[0].append(Action("unshard", stage, unit=unit))
             after[uses[spans[-1][1]][0]].append(Action("reshard", stage, unit=unit))
     for first, last, (stage, unit) in sorted(gathered):
+        # Use first - 1 ends the previous stretch. The gather is issued where that stretch begins.
         issue = uses[start_of_stretch[first - 1]][0] if first else 0
         before[issue].append(Action("unshard", stage, unit=unit))
         after[uses[last][0]].append(Action("reshard", stage, unit=unit))
@@ -79,17 +83,21 @@ def _gathers(
 
 
 def _gathered_spans(spans: list[tuple[int, int]], gather: Gather) -> list[tuple[int, int]]:
-    """The (first, last) uses between which a unit stays gathered after a gather beside its use, from its stretches of use."""
+    """Return the (first, last) uses between which a unit stays gathered, from its stretches of use.
+
+    There are none if the unit is never gathered, or gathered at the start of the step.
+    """
     if gather in ("never", "start"):
         return []
     return spans if gather == "stretch" else [(spans[0][0], spans[-1][1])]
 
 
 def _reductions(actions: Sequence[Action], reduce: Sequence[Sequence[Reduce]]) -> list[tuple[int, Unit]]:
-    """(index of the backward action before the reduction, unit) of every reduction."""
+    """Return (index of the backward action before the reduction, unit) for every reduction."""
     writes = [(index, unit) for index, action in enumerate(actions) if (unit := _unit_written(action)) is not None]
     stretches = _stretches([unit for _, unit in writes])
     ends = {unit: [last for _, last in spans] for unit, spans in stretches.items()}
+    # Which of a unit's stretches are followed by a reduction.
     reduced_uses = {"never": slice(0), "end": slice(0), "once": slice(-1, None), "stretch": slice(None)}
     reductions = [
         (writes[last][0], (stage, unit))
@@ -100,17 +108,17 @@ def _reductions(actions: Sequence[Action], reduce: Sequence[Sequence[Reduce]]) -
 
 
 def _unit_read(action: Action) -> Unit | None:
-    """The unit whose parameters the action multiplies with; the weight half of a backward reads none."""
+    """Return the unit whose parameters the action reads, or None. The weight half of a backward reads none."""
     return (action.stage, action.unit or 0) if action.op in COMPUTE and action.op != "backward_weight" else None
 
 
 def _unit_written(action: Action) -> Unit | None:
-    """The unit whose gradients the action adds to."""
+    """Return the unit to whose gradients the action adds, or None."""
     return (action.stage, action.unit or 0) if action.op in ("backward", "backward_weight") else None
 
 
 def _stretches(uses: Sequence[Unit]) -> dict[Unit, list[tuple[int, int]]]:
-    """By unit, the (first, last) index of each run of consecutive uses."""
+    """Return, for each unit, the (first, last) index of each of its stretches."""
     stretches: dict[Unit, list[tuple[int, int]]] = defaultdict(list)
     for index, unit in enumerate(uses):
         spans = stretches[unit]

@@ -22,8 +22,8 @@ _NAMES = {"forward": "the forward", "gradient": "the backward", "weight": "the w
 def check(schedule: Schedule, sends_ahead: int | None = None) -> None:
     """Raise BadInput unless the schedule is complete, in a valid order, free of deadlock, and ends with the optimizer.
 
-    `sends_ahead` is how many unmatched sends a channel takes before its sender's host blocks: 0 is a pure rendezvous,
-    None leaves it unbounded.
+    `sends_ahead` is how many unmatched sends a channel accepts before the sender's host blocks. 0 means that a send blocks
+    until it is received (rendezvous); None means no limit.
     """
     _check_placement(schedule)
     _check_complete(schedule)
@@ -42,7 +42,10 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Each unit runs one forward and one backward, whole or in halves, for each micro-batch on the rank of its stage."""
+    """Raise BadInput unless each unit has exactly one forward and one backward per micro-batch, on its stage's rank.
+
+    A backward may be whole or in two halves.
+    """
     counts = _count_results(schedule)
     required = ("forward", "gradient", "weight") if schedule.trains else ("forward",)
     for stage in range(schedule.stages):
@@ -61,7 +64,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _count_results(schedule: Schedule) -> Counter[tuple[str, int, int, int]]:
-    """How often each (result, stage, micro-batch, unit) is computed."""
+    """Return how often each (result, stage, micro-batch, unit) is computed."""
     counts: Counter[tuple[str, int, int, int]] = Counter()
     for rank, actions in enumerate(schedule.actions):
         own_stages = schedule.placement[rank]

@@ -1,1 +1,1 @@
-"""Inference engine: continuous batching over a paged key/value cache, with the trainer's modules and weights."""
+"""Inference engine: continuous batching over a paged KV cache. It uses the trainer's modules and weights."""

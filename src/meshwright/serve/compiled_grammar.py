@@ -1,4 +1,4 @@
-"""Compilation of a grammar by llguidance (the extra `grammar`), within limits. Torch-free."""
+"""Compiles a grammar with llguidance (the extra `grammar`), within limits. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from meshwright.spec.errors import BadInput
 
 Notation = Literal["json_schema", "regex", "lark"]
 LIMITS: Mapping[str, Any] = {
-    "max_items_in_row": 5000,  # about two for each optional key of an object, one for each object of an enum
-    "step_lexer_fuel": 50_000,  # a mask of a hard pattern takes about 10 ms
-    "max_lexer_states": 50_000,  # up to 2 kB each
+    "max_items_in_row": 5000,  # an object needs about two items for each optional key, an enum one for each object
+    "step_lexer_fuel": 50_000,  # with this, a mask of a difficult pattern takes about 10 ms
+    "max_lexer_states": 50_000,  # up to 2 kB for each state
     "verbose_errors": False,
 }
-"""Limits of a grammar's parser."""
+"""Limits of llguidance's parser."""
 
 
 class BadGrammar(BadInput):
-    """A grammar that cannot be followed: it is wrong or exceeds a limit, or the engine lacks what it needs."""
+    """A grammar that cannot be used: it is wrong or exceeds a limit, or the engine lacks a package or a tokenizer for it."""
 
     code = "grammar"
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """Grammar that the new text of a request must match from its first to its last character."""
+    """A grammar that the generated text of a request must match as a whole."""
 
     notation: Notation
     text: str
@@ -36,12 +36,15 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """Text that is JSON and valid for a schema; an empty schema allows any JSON."""
+        """Return the grammar of JSON that is valid for a schema (an object, or its JSON). An empty schema allows any JSON."""
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 
 
 def compiled(library: Any, tokens: Any, grammar: Grammar) -> Any:
-    """The library's matcher of a grammar, with its first mask. Raises BadGrammar. The library releases the GIL meanwhile."""
+    """Return llguidance's matcher of a grammar, after computing its first mask. Raises BadGrammar.
+
+    `library` is the llguidance module, `tokens` its LLTokenizer. The library releases the GIL while it works.
+    """
     if grammar.notation == "json_schema":
         _check_json(grammar.text)
     limits = library.LLParserLimits(**LIMITS)
@@ -56,7 +59,7 @@ def compiled(library: Any, tokens: Any, grammar: Grammar) -> Any:
 
 
 def exceeded(matcher: Any) -> str:
-    """Message for a matcher that has stopped with an error."""
+    """Return the error message for a matcher that has stopped with an error."""
     reason = first_line(matcher.get_error())
     return f"grammar: it is too complex to be followed, or the text cannot go on: {reason}; simplify the grammar"
 
@@ -69,7 +72,7 @@ def _check_json(text: str) -> None:
 
 
 def llguidance() -> Any:
-    """The library. Raises BadGrammar without the extra `grammar`."""
+    """Return the llguidance module. Raises BadGrammar if the extra `grammar` is not installed."""
     try:
         return importlib.import_module("llguidance")
     except ImportError:
@@ -77,5 +80,5 @@ def llguidance() -> Any:
 
 
 def first_line(message: str) -> str:
-    """The first line of a message of the library."""
+    """Return the first line of a message of the library."""
     return message.strip().split("\n", 1)[0]

@@ -1,7 +1,7 @@
-"""Output that follows a JSON schema, a regular expression or a Lark grammar, by llguidance (the extra `grammar`).
+"""Output that follows a JSON schema, a regular expression or a Lark grammar, with llguidance (the extra `grammar`).
 
-A matcher follows the tokens of one request on the host and gives a bitmask of the tokens that may come next. The sampler removes all
-others on the device (`logit_filters.keep_allowed`).
+For each request a matcher on the host follows its tokens and gives a bitmask of the tokens that may come next. The
+sampler on the device removes all other tokens (`logit_filters.keep_allowed`).
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ if TYPE_CHECKING:
 __all__ = ["BadGrammar", "Grammar", "GrammarMatcher", "GrammarTokens", "unconstrained"]
 
 MOST_COMPILED = 64
-"""Compiled grammars that are kept."""
+"""Most compiled grammars that are kept."""
 TRIED_TOKENS = 4
-"""Tokens by which a compiled grammar is tried before a request is accepted."""
+"""Tokens that a new matcher is advanced by as a test, before the request is accepted."""
 END = "<|end of a grammar|>"
-"""Name of the token that stands for all end tokens."""
+"""Name of a token that is added to the tokenizer and stands for all end tokens."""
 
 
 class GrammarTokens:
-    """The vocabulary of a tokenizer, prepared for grammars; takes some seconds for a large one.
+    """A tokenizer's vocabulary, prepared for grammars. Preparing a large vocabulary takes some seconds.
 
-    `vocab` is the number of logits; tokens beyond the tokenizer's are never allowed. Compiled grammars are kept, the `MOST_COMPILED` that
-    were used last. `compile` may be called in another thread. Raises BadGrammar without the extra `grammar`, or for a tokenizer of bytes.
+    `vocab` is the number of logits. Logits without a token of the tokenizer are never allowed. The last `MOST_COMPILED`
+    grammars in use are kept. `compile` may be called in another thread.
+
+    Raises BadGrammar if the extra `grammar` is not installed, or for a byte tokenizer, which llguidance cannot use.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab: int) -> None:
         self._library = llguidance()
-        # Each request has end tokens of its own, so the library gets a token that no text has: its bit says where a text may end.
+        # Each request has its own end tokens. The library is given one end token that no text contains; its bit says
+        # whether the text may end.
         own = type(tokenizer).from_str(tokenizer.to_str())
         own.add_special_tokens([END])
         end = own.token_to_id(END)
@@ -53,28 +56,31 @@ class GrammarTokens:
         except ValueError as error:
             raise BadGrammar(f"grammar: this tokenizer cannot be used: {first_line(str(error))}") from None
         self.mask = np.zeros(-(-max(vocab, self.end + 1) // 32), np.int32)
-        """Memory for the bits of one request: more than `vocab`, with that of `end`."""
+        """Bitmask that is reused for every request, with `vocab` bits and the bit of `end`."""
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
-        """Matchers at the beginning of a text, or the BadGrammar of a grammar that is refused."""
+        """By grammar: the matcher before the first token, or the BadGrammar with which the grammar is refused."""
         self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar, end_tokens: Collection[int]) -> GrammarMatcher:
-        """A matcher at the beginning of a text that ends with one of `end_tokens`. Raises BadGrammar for a grammar that is wrong."""
+        """Return a matcher for a new text, which ends with one of `end_tokens`. Raises BadGrammar for a wrong grammar."""
         if not end_tokens:
             raise BadGrammar("grammar: a text that follows a grammar ends with an end token; give at least one stop id")
         return GrammarMatcher(self.compile(grammar).deep_copy(), self, end_tokens)
 
     def has(self, grammar: Grammar) -> bool:
-        """Whether a grammar is compiled, or refused, already."""
+        """Whether `compile` would return, or refuse, the grammar at once."""
         with self._lock:
             return grammar in self._compiled
 
     def refuse(self, grammar: Grammar, reason: str) -> None:
-        """Raise BadGrammar from now on for a grammar."""
+        """Refuse a grammar from now on: `compile` raises BadGrammar with `reason`."""
         self._keep(grammar, BadGrammar(reason))
 
     def compile(self, grammar: Grammar) -> Any:
-        """The library's matcher of a grammar at the beginning of a text; not to be changed. Raises BadGrammar."""
+        """Return the library's matcher of a grammar before the first token.
+
+        The caller must not change it. Raises BadGrammar.
+        """
         with self._lock:
             if (known := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
@@ -96,12 +102,13 @@ class GrammarTokens:
                 self._compiled.popitem(last=False)
 
     def _try(self, matcher: Any) -> None:
-        """Advance by a few tokens that the grammar allows. Raises BadGrammar if that exceeds a limit already."""
+        """Advance by a few tokens that the grammar allows. Raises BadGrammar if a limit is exceeded already."""
         for _ in range(TRIED_TOKENS):
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             filled = np.flatnonzero(bits)
             if not len(filled):
                 break
+            # The first allowed token: the lowest bit that is set in the first byte that is not 0.
             token = int(8 * filled[0] + np.unpackbits(bits[filled[:1]], bitorder="little").argmax())
             if token == self.end or not matcher.consume_token(token):
                 break
@@ -110,11 +117,12 @@ class GrammarTokens:
 
 
 class GrammarMatcher:
-    """Follows the text of one request, which ends with one of `end_tokens`."""
+    """Follows the text of one request. The text ends with one of `end_tokens`."""
 
     def __init__(self, matcher: Any, tokens: GrammarTokens, end_tokens: Collection[int]) -> None:
         self._matcher = matcher
         self._tokens = tokens
+        # The 32-bit words of a bitmask that contain end tokens, and the bits of these tokens in them.
         bits = np.zeros_like(tokens.mask)
         for token in (token for token in end_tokens if 0 <= token < tokens.vocab):
             bits[token // 32] |= np.uint32(1 << token % 32).view(np.int32)
@@ -123,7 +131,7 @@ class GrammarMatcher:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but an end token can follow."""
+        """Whether only an end token can follow."""
         return self._matcher.is_stopped()
 
     @property
@@ -132,9 +140,11 @@ class GrammarMatcher:
         return self._matcher.is_accepting()
 
     def write_bitmask(self, bitmask: Tensor, index: int) -> None:
-        """Set row `index` of `bitmask` `(samples, words)`, int32 and on the host, to the tokens that may come next.
+        """Set row `index` of `bitmask` `(samples, ceil(vocab / 32))`, int32 on the host, to the tokens that may come
+        next.
 
-        Raises BadGrammar if that exceeds a limit, or if no token may come.
+        Bit `t % 32` of column `t // 32` is set if token `t` may come. Raises BadGrammar if a limit is exceeded, or if
+        no token may come.
         """
         row = bitmask[index].numpy()
         mask = self._tokens.mask
@@ -142,9 +152,11 @@ class GrammarMatcher:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             raise BadGrammar(exceeded(self._matcher))
+        # The library's bit of `end` says whether the text may end here. It is cleared, since `end` is no token of the
+        # model.
         may_end = mask[end // 32] >> end % 32 & 1
         mask[end // 32] &= ~np.uint32(1 << end % 32).view(np.int32)
-        # An end token is never part of the text.
+        # End tokens are allowed exactly where the text may end, whatever the grammar says about them.
         mask[self._end_words] = (
             mask[self._end_words] | self._end_bits if may_end else mask[self._end_words] & ~self._end_bits
         )
@@ -153,15 +165,15 @@ class GrammarMatcher:
             raise BadGrammar("grammar: no token can follow the text so far")
 
     def advance(self, token: int) -> None:
-        """Advance by the next token. Raises BadGrammar if the grammar does not allow it, or if it exceeds a limit."""
+        """Advance by the next token. Raises BadGrammar if the grammar does not allow it, or if a limit is exceeded."""
         if not self._matcher.consume_token(token):
             raise BadGrammar(exceeded(self._matcher))
 
     def accepted(self, drafts: Sequence[int]) -> int:
-        """Number of leading draft tokens that the grammar allows; the matcher does not advance."""
+        """Return how many of the draft tokens, from the first on, the grammar allows. The matcher does not advance."""
         return self._matcher.validate_tokens(list(drafts))
 
 
 def unconstrained(samples: int, vocab: int, *, pin_memory: bool = False) -> Tensor:
-    """A bitmask `(samples, ceil(vocab / 32))` on the host that allows all tokens."""
+    """Return a bitmask `(samples, ceil(vocab / 32))`, int32 on the host, that allows all tokens."""
     return torch.full((samples, -(-vocab // 32)), -1, dtype=torch.int32, pin_memory=pin_memory)

@@ -1,4 +1,4 @@
-"""Host memory whose pages the system provides at their first use."""
+"""Host memory that is allocated page by page, when each page is first used."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 
 
 def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros. On the CPU the system provides, and clears, each page when it is first written.
+    """Return a tensor of zeros. On the CPU, the operating system allocates and clears each page when it is first
+    written.
 
-    `torch.zeros` writes all of it: for a cache of some gigabytes that takes seconds, and memory that may never be used.
+    `torch.zeros` would write the whole tensor: for a cache of several gigabytes that takes seconds, and it occupies
+    memory that may never be used.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:

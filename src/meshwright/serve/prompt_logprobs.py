@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's tokens: their form for other processes. Torch-free."""
+"""Log probabilities of a prompt's tokens, in a compact form for messages between processes. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -9,71 +9,74 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _FLOAT = "f"
+"""Type code of `array` for fp32."""
 _INTEGER = "I"
+"""Type code of `array` for unsigned integers of 4 bytes."""
 
 
 class PromptToken(NamedTuple):
-    """Log probability of a token of a prompt by the model, given the tokens before it."""
+    """The log probability of one prompt token, given the tokens before it."""
 
     chosen: float
     rank: int
-    """1 for the likeliest token of the vocabulary."""
+    """Rank of the token among all tokens of the vocabulary; 1 for the likeliest."""
     top: Sequence[tuple[int, float]]
-    """The likeliest tokens, the likeliest first, each with its log probability."""
+    """(token id, log probability) of the likeliest tokens, the likeliest first."""
 
 
 class PromptLogprobs(NamedTuple):
     """Log probabilities of consecutive tokens of a prompt, fp32. The first token of a prompt has none.
 
-    Arrays, since a prompt may have 100,000 tokens: objects for each would take the engine as long as a step.
+    They are arrays, because a prompt may have 100,000 tokens: creating an object for each would take as long as an
+    engine step.
     """
 
     chosen: array[float]
-    """`(tokens,)`."""
+    """`(tokens,)`: log probability of each prompt token."""
     ranks: array[int]
-    """`(tokens,)`: 1 for the likeliest token."""
+    """`(tokens,)`: rank of each prompt token; 1 if it is the likeliest."""
     top_tokens: array[int]
-    """`(tokens, most)`: the likeliest tokens, the likeliest first."""
+    """`(tokens, most)`: ids of the likeliest tokens at each position, the likeliest first."""
     top: array[float]
-    """`(tokens, most)`: their log probabilities."""
+    """`(tokens, most)`: log probabilities of `top_tokens`."""
 
     @classmethod
     def of_bytes(cls, chosen: bytes, ranks: bytes, top_tokens: bytes, top: bytes) -> PromptLogprobs:
-        """The log probabilities of numbers of 4 bytes in the order of this machine."""
+        """Return the log probabilities whose arrays have these bytes: numbers of 4 bytes in this machine's byte order."""
         return cls(array(_FLOAT, chosen), array(_INTEGER, ranks), array(_INTEGER, top_tokens), array(_FLOAT, top))
 
     @classmethod
     def empty(cls) -> PromptLogprobs:
-        """Those of no token."""
+        """Return log probabilities of no tokens."""
         return cls.of_bytes(b"", b"", b"", b"")
 
     @property
     def tokens(self) -> int:
-        """Tokens that have log probabilities."""
+        """Number of tokens."""
         return len(self.chosen)
 
     @property
     def finite(self) -> bool:
-        """Whether all are numbers: NaN stands for tokens whose logits were not finite."""
+        """Whether no log probability is NaN. NaN marks a token whose logits were not finite."""
         return not any(map(math.isnan, self.chosen))
 
     def extend(self, following: PromptLogprobs) -> None:
-        """Append those of the next tokens."""
+        """Append the log probabilities of the next tokens."""
         for mine, others in zip(self, following, strict=True):
             mine.frombytes(others.tobytes())
 
     def each(self) -> Iterator[PromptToken]:
-        """The log probabilities of each token."""
+        """Yield the log probabilities of one token after the other."""
         most = len(self.top) // max(self.tokens, 1)
         for index, (chosen, rank) in enumerate(zip(self.chosen, self.ranks, strict=True)):
             likeliest = slice(index * most, (index + 1) * most)
             yield PromptToken(chosen, rank, list(zip(self.top_tokens[likeliest], self.top[likeliest], strict=True)))
 
     def packed(self) -> list[str]:
-        """As text, for a message in JSON."""
+        """Return the four arrays as base64 texts, for a JSON message."""
         return [base64.b64encode(values.tobytes()).decode("ascii") for values in self]
 
     @classmethod
     def unpack(cls, texts: Sequence[str]) -> PromptLogprobs:
-        """The log probabilities of `packed`."""
+        """Return what `packed` has packed."""
         return cls.of_bytes(*map(base64.b64decode, texts))

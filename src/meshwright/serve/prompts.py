@@ -1,4 +1,4 @@
-"""The prompts of requests: their token ids, and the check that a model can continue them."""
+"""Token ids of prompts, and the check that a model can continue a prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def prompt_ids(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The token ids of a prompt. Raises BadInput for a text without a tokenizer."""
+    """Return the token ids of a prompt, given as text or as ids. Raises BadInput for text if there is no tokenizer."""
     if not isinstance(prompt, str):
         return tuple(prompt)
     if tokenizer is None:
@@ -22,7 +22,10 @@ def prompt_ids(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> tupl
 
 
 def check_request(ids: Sequence[int], new_tokens: int, *, context: int, vocab: int) -> None:
-    """Raise BadInput if a model of this context and vocabulary cannot continue a prompt by a new token."""
+    """Raise BadInput unless a model can continue the prompt `ids` by at least one new token.
+
+    `context` is the most tokens of prompt and answer together; token ids are below `vocab`.
+    """
     if not ids or min(ids) < 0 or max(ids) >= vocab:
         shown = f"{list(ids[:8])}{' …' if len(ids) > 8 else ''}"
         raise BadInput(f"prompt: expected token ids of 0 to {vocab - 1}, at least one, got {shown}")

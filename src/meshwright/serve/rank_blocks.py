@@ -1,6 +1,8 @@
-"""The prefix cache of an engine on tensor ranks as rank 0 offers it to other processes; each rank has slices.
+"""The prefix cache of an engine on several tensor ranks. Rank 0 gives other processes access to it.
 
-Changes of the pools on rank 0 are recorded for the other ranks; contents are gathered from all ranks to rank 0, or scattered from it.
+Each rank holds a slice of every cache block: the KV heads that it computes. (Blocks of latents are not divided; every
+rank has them whole.) To read whole blocks, rank 0 gathers the slices of all ranks; to write them, it scatters slices to
+all ranks. Rank 0 manages the block pools and records its changes, which the other ranks repeat.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from meshwright.spec.model import ModelSpec
 
 
 class RankSlices(PrefixBlocks):
-    """This rank's slices of all blocks. The methods are collective, with the same tables on all ranks."""
+    """This rank's slices of all cache blocks. All ranks call each method together, with the same block tables."""
 
     def __init__(
         self, model: Decoder, spec: ModelSpec, policy: BatchPolicy[CacheBlocks], cache: KVCache, world: World
     ) -> None:
-        """`spec` has the dimensions of the whole model."""
+        """`spec` has the dimensions of the whole model, `model` and `cache` are this rank's part, `policy` holds the pools."""
         super().__init__(model, policy, cache)
         self._spec = spec
         self._world = world
@@ -40,7 +42,10 @@ class RankSlices(PrefixBlocks):
         self.own_blocks = None
 
     def gather(self, tables: Sequence[Sequence[int]]) -> Tensor | None:
-        """Whole blocks `(blocks, bytes)` on rank 0; None on other ranks."""
+        """Return whole blocks as uint8 `(blocks, bytes)` on rank 0; None on other ranks.
+
+        `tables` has, for each block, its number in each group of layers: `(blocks, groups)`.
+        """
         own = self._empty(len(tables))
         for part, content, blocks in self._parts(own, tables):
             part.copy_(content.index_select(0, blocks.to(content.device)))
@@ -49,7 +54,10 @@ class RankSlices(PrefixBlocks):
         return None if parts is None else self._heads.join(parts)
 
     def scatter(self, tables: Sequence[Sequence[int]], whole: Tensor | None) -> None:
-        """Write whole blocks `(blocks, bytes)`, which rank 0 gives, into the caches of all ranks."""
+        """Write whole blocks, uint8 `(blocks, bytes)`, into the caches of all ranks. Only rank 0 passes `whole`.
+
+        `tables` has, for each block, its number in each group of layers: `(blocks, groups)`.
+        """
         own = self._empty(len(tables))
         parts = None
         if whole is not None:
@@ -59,7 +67,7 @@ class RankSlices(PrefixBlocks):
             cached.index_copy_(0, blocks.to(cached.device), part)
 
     def summed_weights(self) -> Tensor:
-        """`weight_sums` of the whole model."""
+        """Return `weight_sums` of the whole model: the ranks' sums, all-reduced."""
         sums = weight_sums(self._model, self._spec, AxisPart(self._world.rank, self._world.ranks))
         dist.all_reduce(sums, group=self._world.control)
         return sums
@@ -69,7 +77,7 @@ class RankSlices(PrefixBlocks):
 
 
 class LeadingBlocks(RankSlices):
-    """The blocks of all ranks, on rank 0. It lets the other ranks do their part by messages."""
+    """Rank 0's view of the blocks. Its methods send messages, so that the other ranks join each collective call."""
 
     def __init__(
         self,
@@ -82,7 +90,11 @@ class LeadingBlocks(RankSlices):
         record: Callable[[Sequence[Any]], None],
         send: Callable[..., None],
     ) -> None:
-        """`record` takes changes of the pools, which the other ranks repeat before the next message; `send` sends a message."""
+        """`record` is called with each change of the block pools; the other ranks repeat the changes before they handle
+        the next message.
+
+        `send` sends a message to the other ranks.
+        """
         super().__init__(model, spec, policy, cache, world)
         self._cache = recorded_blocks(policy.cache, record)
         self._send = send
@@ -90,12 +102,17 @@ class LeadingBlocks(RankSlices):
         self.block_bytes = self._heads.block_bytes
 
     def read(self, tables: Sequence[Sequence[int]], out: memoryview) -> None:
+        """Copy whole blocks into the host memory `out`, one after the other. `tables` is as in `gather`."""
         self._send(gather=tables)
         whole = self.gather(tables)
         assert whole is not None
         torch.frombuffer(out, dtype=torch.uint8).view(whole.shape).copy_(whole)
 
     def write(self, tables: Sequence[Sequence[int]], content: memoryview) -> None:
+        """Write whole blocks from host memory into the caches of all ranks. `tables` is as in `gather`.
+
+        On CUDA this waits for the copy, so that the caller may change `content` afterwards.
+        """
         source = torch.frombuffer(content, dtype=torch.uint8).view(len(tables), self.block_bytes)
         self._send(scatter=tables)
         self.scatter(tables, source.to(self._contents[0].device))

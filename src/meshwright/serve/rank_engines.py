@@ -1,4 +1,4 @@
-"""The engine of a rank, by what its group divides."""
+"""Creates the engine of a rank, for tensor or expert parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 def engine_of_rank(
     part: RankModel, world: World, tokenizer: Tokenizer | None, options: EngineOptions, experts: ExpertRanks
 ) -> RankEngine:
-    """The engine of this rank's part of a model: of a tensor rank or, with several `experts`, of one of these. Collective."""
+    """Return the engine for this rank's part of the model. All ranks call this together.
+
+    It is an ExpertEngine if several ranks share the experts, otherwise a TensorEngine.
+    """
     if experts.count > 1:
         return ExpertEngine(part, world, tokenizer, options, micro_batches=experts.micro_batches)
     return TensorEngine(part, world, tokenizer, options)

@@ -1,4 +1,4 @@
-"""Scores of texts by a reward model on one device: one forward over texts of similar lengths, padded at their ends."""
+"""Scores of sequences by a reward model on one device. Sequences of similar length share a forward pass, padded at the end."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from meshwright.workload.rollout_memory import SCORED_TOKENS
 
 
 class RewardScorer:
-    """A reward model. A text's score is read at its last token.
+    """A reward model. The score of a sequence is computed at its last token.
 
-    Texts are those of the chat template, which may write more behind an answer and its end token: `after_answer`. The score was trained
-    behind that, so that who has the tokens of an answer alone appends these first. As in transformers, tokens at the end of a text that
-    are `pad` (`pad_token_id` of a Hugging Face folder) do not belong to it.
+    A chat template may write more tokens after an answer and its end token, for example a line break. The reward model
+    was trained on scores after those tokens. They are `after_answer`: a caller that has only the tokens of an answer
+    appends them.
+
+    As in transformers, `pad` tokens at the end of a sequence are ignored (`pad_token_id` of a Hugging Face folder).
     """
 
     def __init__(
         self, model: Decoder, after_answer: tuple[int, ...], pad: int | None, tokenizer_digest: str | None
     ) -> None:
-        """`tokenizer_digest` is that of `TextFormat`; None if the folder has no tokenizer."""
+        """`tokenizer_digest` identifies the tokenizer, as `TextFormat.tokenizer` does; None if the folder has no tokenizer."""
         self._model = model
         self._whole = True
+        """Whether the weights are complete: false if reading newer weights failed midway."""
         self.after_answer = after_answer
         self.pad = pad
         self.tokenizer_digest = tokenizer_digest
@@ -44,7 +47,11 @@ class RewardScorer:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each text of token ids. Raises ValueError for a text that is empty or too long, and for an unknown token."""
+        """Return the score of each sequence of token ids.
+
+        Raises ValueError for a sequence that is empty or longer than the model's context, and for a token outside the
+        vocabulary.
+        """
         for number, sequence in enumerate(sequences):
             if not 0 < len(sequence) <= self.spec.max_seq_len:
                 raise ValueError(f"text {number} has {len(sequence)} tokens: expected 1 to {self.spec.max_seq_len}")
@@ -66,9 +73,10 @@ class RewardScorer:
         return found
 
     def load_weights(self, folder: Path) -> None:
-        """Use newer weights of the same model. Raises BadInput for another one, Damaged for damaged files.
+        """Load newer weights of the same model. Raises BadInput for another model, Damaged for damaged files.
 
-        If reading fails after all files were verified, scores are refused until weights are loaded.
+        All files are verified first. If reading them fails after that, `score` raises ValueError until weights are
+        loaded.
         """
         with open_newer(folder) as stored:
             check_same_model(self.spec, stored.spec, folder)
@@ -78,16 +86,16 @@ class RewardScorer:
             self._whole = True
 
     def _last(self, sequence: Sequence[int]) -> int:
-        """The place of the token at which the score is read."""
+        """Return the index of the last token that is not padding; 0 if there is none."""
         return next((place for place in reversed(range(len(sequence))) if sequence[place] != self.pad), 0)
 
 
 def open_scorer(
     folder: Path, device: torch.device, dtype: torch.dtype, *, adapter: Path | None = None, contents: bool = True
 ) -> RewardScorer:
-    """The reward model in `folder`: a run, a checkpoint, or a Hugging Face folder with one label; options as of `load_model`.
+    """Open the reward model in `folder`: a run, a checkpoint, or a Hugging Face folder of a classifier with one label.
 
-    Raises BadInput for another model.
+    `adapter` and `contents` are passed to `load_model`. Raises BadInput if the model is not a reward model.
     """
     model = load_model(folder, device, dtype, adapter=adapter, contents=contents, scores=True)
     file = tokenizer_file(folder)
@@ -97,7 +105,7 @@ def open_scorer(
 
 
 def _after_answer(home: Path, tokenizer: Tokenizer, stops: Sequence[int]) -> tuple[int, ...]:
-    """The tokens that the chat template writes behind the end token of an answer, at the end of a chat; none without a template."""
+    """Return the tokens that the chat template writes after the end token of a final answer; none without a template."""
     source = folder_template(home, read_object(home / TOKENIZER_CONFIG))
     if source is None:
         return ()
@@ -112,7 +120,10 @@ def _after_answer(home: Path, tokenizer: Tokenizer, stops: Sequence[int]) -> tup
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of texts that are computed together, the longest first."""
+    """Yield the indices of sequences that share a forward pass, the longest first.
+
+    A batch has at most `SCORED_TOKENS` tokens with padding, unless a single sequence has more.
+    """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > SCORED_TOKENS:

@@ -1,4 +1,4 @@
-"""Messages from the first rank of a tensor-parallel engine to the others: JSON in bytes over Gloo."""
+"""Messages from rank 0 of a tensor-parallel engine to the other ranks: JSON, broadcast over Gloo."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 
 MESSAGE_BYTES = 4096
-"""Bytes that are always sent: the length of the message and its beginning. The rest of a longer one follows."""
+"""Bytes of the first broadcast: the message's length, and as much of it as fits. A second broadcast has the rest, if any."""
 LENGTH_BYTES = 8
+"""Bytes of the length, little-endian."""
 IDLE_LIMIT = timedelta(days=365)
-"""How long the others wait for a message: the first rank may have nothing to do. A rank that ends is noticed at once."""
+"""How long the other ranks wait for a message. It is long because rank 0 may be idle; a rank that ends is noticed at once."""
 
 
 class StepMessages:
-    """A channel from rank 0 to all other ranks of the job. Creating it is collective."""
+    """A channel from rank 0 to all other ranks. All ranks create it together."""
 
     def __init__(self) -> None:
         group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
@@ -26,7 +27,7 @@ class StepMessages:
         self._group = group
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message; rank 0 calls this when the others call `receive`."""
+        """Send a message. Rank 0 calls this, and each other rank calls `receive`."""
         data = json.dumps(message, separators=(",", ":")).encode()
         first = bytearray(MESSAGE_BYTES)
         first[:LENGTH_BYTES] = len(data).to_bytes(LENGTH_BYTES, "little")
@@ -37,7 +38,7 @@ class StepMessages:
             self._broadcast(bytearray(data[len(begin) :]))
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next message."""
+        """Wait for the next message of rank 0."""
         first = bytearray(MESSAGE_BYTES)
         self._broadcast(first)
         length = int.from_bytes(first[:LENGTH_BYTES], "little")
@@ -49,13 +50,14 @@ class StepMessages:
         return json.loads(data)
 
     def acknowledge(self) -> None:
-        """Acknowledge the last message to rank 0; for the other ranks."""
+        """Tell rank 0 that the last message has been received. The other ranks call this."""
         dist.send(torch.zeros(1), 0, group=self._group)
 
     def wait_for_acknowledgement(self) -> None:
-        """Wait until all other ranks have called `acknowledge` or are gone; for rank 0.
+        """Wait until every other rank has called `acknowledge` or has ended. Rank 0 calls this before it closes.
 
-        If rank 0 closed its connections at once, Gloo could report that to a rank in place of the last message.
+        If rank 0 closed its connections right after its last message, Gloo could report an error to a rank instead of
+        delivering the message.
         """
         for rank in range(1, dist.get_world_size(self._group)):
             with suppress(RuntimeError):

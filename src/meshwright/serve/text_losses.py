@@ -1,6 +1,7 @@
-"""The loss of long texts, computed in chunks over the paged cache.
+"""The loss of long sequences, computed in chunks over the paged KV cache.
 
-The memory is that of one text's keys and values and of one chunk's activations, in place of the activations of whole texts.
+This needs memory for the keys and values of one sequence and the activations of one chunk. A normal forward pass would
+need the activations of a whole sequence.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.kv_cache import KVCache, layer_groups, most_blocks
 
 CHUNK_TOKENS = 8192
+"""Tokens that are computed together."""
 TOKENS_PER_BLOCK = 16
+"""Tokens in a block of the KV cache."""
 
 
 class TextLosses:
-    """Computes losses with one model, whose attention it replaces. `context` is the length in tokens of the longest text."""
+    """Computes losses with one model, whose attention it replaces by attention over a KV cache.
+
+    `context` is the length of the longest sequence in tokens; `chunk` is the number of tokens that are computed
+    together.
+    """
 
     def __init__(self, model: Decoder, *, context: int, chunk: int = CHUNK_TOKENS) -> None:
         weight = model.embed.weight
@@ -36,14 +43,14 @@ class TextLosses:
         )
         self._step = use_cached_attention(model, cache, context)
         self._positions = torch.arange(context, dtype=torch.int32, device=weight.device)
-        # Block 0 holds no tokens, so the slot of a token is its position and one block more.
+        # Block 0 of the cache stays unused, so the slot of a token is its position plus the size of one block.
         self._table = torch.arange(1, blocks, dtype=torch.int32, device=weight.device)[None]
 
     @torch.no_grad()
     def sum(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of texts `(batch, seq)`, in fp64.
+        """Return the summed loss of the sequences `tokens` `(batch, seq)`, as an fp64 scalar.
 
-        `targets`, shaped like them, are the tokens to predict; negative ones are ignored.
+        `targets` `(batch, seq)` are the tokens to predict. Positions with a negative target are ignored.
         """
         total = torch.zeros((), dtype=torch.float64, device=tokens.device)
         for text, wanted in zip(tokens, targets, strict=True):
@@ -53,6 +60,11 @@ class TextLosses:
         return total
 
     def _chunk_loss(self, tokens: Tensor, targets: Tensor, start: int) -> Tensor:
+        """Return the summed loss of one chunk: `tokens` and `targets` `(count,)`, from position `start` of their
+        sequence.
+
+        The keys and values of the earlier chunks of the sequence are in the cache.
+        """
         count = len(tokens)
         device = tokens.device
         positions = self._positions[start : start + count]

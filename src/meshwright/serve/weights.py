@@ -1,4 +1,4 @@
-"""Replaces the weights of an engine's model by newer ones of the same model, in place."""
+"""Loads newer weights of the same model into an engine's model, in place."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
 UNUSED_FIELDS = ("init_std",)
-"""Dimensions that do not change what a model computes."""
+"""Fields of `ModelSpec` that do not change what a model computes."""
 
 
 def open_newer(
     folder: Path, *, predictions: int = 0, device: torch.device = CPU
 ) -> AbstractContextManager[StoredModel]:
-    """The model in `folder`: a run (its newest checkpoint), one checkpoint, or a Hugging Face folder; the others as of `open_model`.
+    """Open the model in `folder`: a run (its newest checkpoint), one checkpoint, or a Hugging Face folder.
 
-    An older checkpoint does not stand in for a damaged one.
+    `predictions` and `device` are passed to `open_model`. A checkpoint is chosen by the names and sizes of its files.
+    If its contents turn out to be damaged, an older checkpoint does not replace it.
     """
     return open_model(folder, contents=False, predictions=predictions, device=device)
 
 
 def check_same_model(spec: ModelSpec, stored: ModelSpec, folder: Path) -> None:
-    """Raise BadInput, which names the first dimension that differs, unless both describe the same model."""
+    """Raise BadInput unless both specs describe the same model. The error names the first field that differs."""
     for name in ModelSpec.__dataclass_fields__:
         ours = getattr(spec, name)
         theirs = getattr(stored, name)

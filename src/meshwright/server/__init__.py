@@ -1,1 +1,1 @@
-"""An HTTP server with OpenAI's interface: one process for HTTP and text, one for the engine."""
+"""An HTTP server with OpenAI's API. One process handles HTTP and text; further processes run the engine."""

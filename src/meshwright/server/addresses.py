@@ -1,4 +1,4 @@
-"""Addresses at which the server listens, and the keys that it requires."""
+"""Checks of the server's addresses and keys, and the sockets on which it listens."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ ADDRESSES = (
     "prefill_engines",
     "block_cache",
 )
-"""Settings that `check_addresses` reads."""
+"""The settings of `ServeSpec` that `check_addresses` reads. `with_keys` may change the three keys among them."""
 
 
 def with_keys(spec: ServeSpec) -> ServeSpec:
-    """The settings with keys that only the environment has, too. Raises BadInput for keys that no client can send."""
+    """Return `spec` with its API key, admin key and transfer key; a missing one is taken from the environment.
+
+    Raises BadInput for a key that no client can send, for example one with a line break inside.
+    """
     api, admin, transfer = call_all(
         lambda: key_setting("api_key", spec.api_key, API_KEY),
         lambda: key_setting("admin_key", spec.admin_key, ADMIN_KEY),
@@ -38,7 +41,11 @@ def with_keys(spec: ServeSpec) -> ServeSpec:
 
 
 def check_addresses(spec: ServeSpec) -> None:
-    """Raise BadInput for addresses that need a key and have none."""
+    """Raise BadInput if an address can be reached by others and its key is missing.
+
+    The API's host needs `api_key` unless it is a loopback address. The admin port always needs `admin_key`. An address
+    HOST:PORT of an exchange with other engines needs `transfer_key`; a Unix socket needs none.
+    """
     addresses = {
         "transfer_address": [spec.transfer_address],
         "prefill_engines": spec.prefill_addresses,
@@ -59,13 +66,13 @@ def _check_admin_key(spec: ServeSpec) -> None:
 
 
 def check_host(host: str, api_key: str | None) -> None:
-    """Raise BadInput for an address that other machines reach without a key."""
+    """Raise BadInput if other machines can reach `host` and there is no API key."""
     if not is_loopback(host) and api_key is None:
         raise BadInput(f"host: {host} can be reached from other machines; set api_key, or use 127.0.0.1", key="host")
 
 
 def check_transfer(key: str, address: str, transfer_key: str | None) -> None:
-    """Raise BadInput for a HOST:PORT that is none, or that has no key; `key` names the setting."""
+    """Raise BadInput if `address` is not a valid HOST:PORT, or if there is no `transfer_key`. `key` names the setting."""
     try:
         listen_address(address)
     except ValueError as error:
@@ -75,7 +82,7 @@ def check_transfer(key: str, address: str, transfer_key: str | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Whether `host` is a loopback address, which only this machine can reach."""
     if host == "localhost":
         return True
     try:
@@ -85,11 +92,13 @@ def is_loopback(host: str) -> bool:
 
 
 def listening_socket(host: str, port: int, key: str, *, shared: bool = False) -> socket.socket:
-    """A socket that is bound to an address; `key` names the port's setting. Raises BadInput if it cannot be used.
+    """Return a TCP socket that is bound to `host` and `port`, but does not listen yet.
 
-    The error has the key `host` if that is no address of this machine.
+    With `shared`, other processes of the same user may bind to the same port. The kernel then divides new connections
+    among the processes that listen.
 
-    If it is `shared`, other processes of this user may bind to it too, and the kernel divides connections among those that listen.
+    Raises BadInput if the address cannot be used. The error names the setting `key`, which is the port's; it names
+    `host` instead if this machine does not have that address.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -108,6 +117,6 @@ def listening_socket(host: str, port: int, key: str, *, shared: bool = False) ->
 
 
 def url_of(end: socket.socket) -> str:
-    """The address of a listening socket for a browser."""
+    """Return the http:// URL of a listening socket."""
     host, port = end.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

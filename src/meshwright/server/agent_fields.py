@@ -1,4 +1,7 @@
-"""What the Responses and Messages APIs have in common: keys that agents send and no server needs are ignored and counted."""
+"""What the Responses and the Messages API have in common: both translate an agent's request into a chat request.
+
+Agents send keys that this server does not need. Such keys are ignored and counted in the metrics.
+"""
 
 from __future__ import annotations
 
@@ -33,47 +36,57 @@ IGNORED = (
     "another_key",
     "another_tool",
 )
-"""Labels of what is ignored: keys by their names, the billing header of Claude Code, and other keys, items, blocks and kinds of tools."""
+"""Labels of the metric that counts ignored things.
+
+Most labels are names of keys. `billing_header` is the header that Claude Code puts into its system prompt. The labels
+`another_…` count blocks, items, keys and tools of kinds that have no label of their own.
+"""
 
 
 class AgentFields:
-    """The keys of a body of an agent, which become those of a chat."""
+    """Collects the keys of a chat request (/v1/chat/completions) while an agent's request is read."""
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
         self.ignored: list[str] = []
-        """Labels of what was ignored."""
+        """One label of `IGNORED` for each thing that was ignored."""
         self.chat: dict[str, Any] = {}
-        """The keys of a chat so far."""
+        """The chat request so far: values by chat keys."""
         self.tool_names: dict[str, dict[str, str]] = {}
-        """How the client names a tool, by the name that the model sees, if that is another."""
+        """Tools that the client and the model know by different names: the client's names, by the name that the model sees."""
         self.names: dict[str, str] = {}
-        """Keys of the body by those of the chat, where they have other names."""
+        """The body's key for each chat key that was copied; errors name the body's key."""
 
     def copy(self, *keys: str, **renamed: str) -> None:
-        """Let the chat have these keys of the body, some under another name: `name_here="name_there"`."""
+        """Copy values from the body into the chat request.
+
+        `keys` have the same name on both sides. `renamed` gives the others as `body_key="chat_key"`.
+        """
         for key, name in [*((key, key) for key in keys), *renamed.items()]:
             self.names[name] = key
             if (value := self.fields.take(key)) is not None:
                 self.chat[name] = value
 
     def ignore(self, label: str) -> None:
-        """Count something that is ignored."""
+        """Count one ignored thing under `label`, one of `IGNORED`."""
         self.ignored.append(label)
 
     def ignore_others(self) -> None:
-        """Ignore all keys that were not read."""
+        """Ignore every key of the body that has not been read."""
         for key in self.fields.unread:
             self.ignore(key if key in IGNORED else "another_key")
 
     def refuse(self, keys: Mapping[str, str]) -> None:
-        """Raise RequestError for a key that asks for what this server has not; `keys` are the reasons by key."""
+        """Raise RequestError if the body uses a feature that this server does not have.
+
+        `keys` maps each such key to the reason in the error's message. Null and false are allowed.
+        """
         for key, reason in keys.items():
             if self.fields.take(key) not in (None, False):
                 raise RequestError(400, f"{key}: {reason}", param=key)
 
     def renamed(self, error: RequestError) -> RequestError:
-        """An error of the chat, with the body's name of its key."""
+        """Return an error about a chat key as an error about the body's key, which the client has sent."""
         if error.param is None or (name := self.names.get(error.param, error.param)) == error.param:
             return error
         message = (
@@ -83,7 +96,10 @@ class AgentFields:
 
 
 def objects(value: object, key: str) -> Sequence[tuple[Mapping[str, Any], str]]:
-    """The objects of a list, each with its place. Raises RequestError."""
+    """Return each object of a list with its path, for example `input[2]`.
+
+    Raises RequestError unless it is a list of objects.
+    """
     if not isinstance(value, list):
         raise wrong(key, "a list of objects", value)
     for index, item in enumerate(value):
@@ -93,7 +109,11 @@ def objects(value: object, key: str) -> Sequence[tuple[Mapping[str, Any], str]]:
 
 
 def text_of(values: Mapping[str, Any], name: str, key: str, default: str | None = None) -> str:
-    """A text of an object; `default` without one, or an error if that is None."""
+    """Return the text `values[name]`, or `default` if the object has none.
+
+    `key` is the object's path in the body, for messages. Raises RequestError for a value that is not text, and for a
+    missing value without a default.
+    """
     value = values.get(name)
     if value is None and default is not None:
         return default
@@ -103,7 +123,7 @@ def text_of(values: Mapping[str, Any], name: str, key: str, default: str | None 
 
 
 def reasoning_keys(effort: object, key: str) -> dict[str, Any]:
-    """Keys of a chat that ask for an effort of reasoning, or for none."""
+    """Return the chat keys that ask for a reasoning effort; no keys if `effort` is None. `key` is its path in the body."""
     if effort is None:
         return {}
     if not isinstance(effort, str):

@@ -1,4 +1,4 @@
-"""Carries out a request for text: submits it to the engine and sends the answer, whole or as events (SSE)."""
+"""Carries out a request for text: submits it to the engine and sends the answer, as one body or as server-sent events."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 DIRECT_SEND = "meshwright.send"
-"""Key of a scope: the server's `send` itself."""
+"""Key of an ASGI scope whose value is uvicorn's own `send`, without the wrappers of the applications around the endpoint."""
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class TextAnswer:
     """The answer to one request for text, as an ASGI application.
 
-    If the client disconnects, or sending fails, the engine ends the request's sequences before its next step.
+    A request has `request.count` sequences for each of its prompts: sequence `index` continues prompt `index // count`.
+    The engine's output for a sequence arrives as `News`. If the client disconnects, or sending fails, the engine ends
+    the request's sequences before its next step.
     """
 
     def __init__(
@@ -43,7 +45,11 @@ class TextAnswer:
         context: int,
         keep: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """`keep` gets all tokens of the only text once it has ended, unless at a stop string."""
+        """`client`: connection to the engine; `tokens`: the bytes of each token; `request`: the checked request.
+        `body`: writes the answer in the form of one API; `context`: most tokens of prompt and answer together.
+        `keep`: called with all new tokens of an answer when it ends, but not if a stop string ended it. It is given
+        only for requests with one sequence.
+        """
         self._client = client
         self._tokens = tokens
         self._request = request
@@ -51,28 +57,30 @@ class TextAnswer:
         self._context = context
         self._keep = keep
         self._drawn: list[int] = []
-        """Tokens of the text, if they are kept."""
+        """Tokens that were generated so far, collected for `keep`."""
         self._ids: list[int] = []
+        """The engine's request ids, one for each sequence: those of the first prompt, then those of the second, and so on."""
         count = len(request.prompts) * request.count
         self._stop_search = StringSearch(request.stop_strings) if request.stop_strings else None
         self._outputs = [self._output(index) for index in range(count)]
         self._readers = None if request.output is None else [request.output.reader() for _ in range(count)]
         self._reasoning_tokens = 0
         self._open = count
-        """Sequences that have not ended."""
+        """Number of sequences that have not ended."""
         scored = "prompt_logprobs" in request.sampling
         self._prompts = {n: PromptOutput(p, tokens) for n, p in enumerate(request.prompts)} if scored else {}
-        """The prompts whose log probabilities have not all come, by their numbers."""
+        """Log probabilities of prompts that are still incomplete, by the prompt's number."""
         self._listed: dict[int, str] = {}
-        """Log probabilities of prompts in vLLM's form."""
+        """Complete log probabilities of prompts as JSON in vLLM's format, by the prompt's number."""
         self._subscription = Subscription(whole=not request.stream and not request.stop_strings)
 
     def _output(self, index: int) -> TextOutput:
-        """The decoder of a text."""
+        """Return the decoder of sequence `index`, which turns tokens into text and finds stop strings."""
         request = self._request
         search = self._stop_search
         special = request.special_tokens or (request.output is not None and request.output.special)
-        # Without new tokens a character that the prompt has begun stays as the echo shows it.
+        # If no new tokens are asked for, the decoder gets no prompt: a character that the prompt left incomplete stays
+        # as the echo shows it.
         before = request.prompts[index // request.count] if request.new_tokens else ()
         return TextOutput(
             text_stream(before, self._tokens, special=special),
@@ -84,21 +92,24 @@ class TextAnswer:
 
     @property
     def new_tokens(self) -> int:
-        """New tokens of all sequences so far."""
+        """Number of generated tokens in all sequences so far."""
         return sum(output.tokens for output in self._outputs)
 
     def _usage(self) -> dict[str, Any]:
-        """The numbers of tokens so far; the sequences of one prompt share its tokens."""
+        """Return the usage object of the answer. The tokens of a prompt count once, however many sequences it has."""
+        # The first sequence of each prompt says how many tokens of the prompt were cached.
         cached = sum(output.cached_tokens for output in self._outputs[:: self._request.count])
         reasoning = None if self._readers is None else self._reasoning_tokens
         return usage(self._request.prompt_tokens, self.new_tokens, cached, reasoning)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Submit the request and send its answer. Meanwhile a second task watches whether the client disconnects."""
         self._submit()
         watcher = asyncio.ensure_future(self._watch(receive))
         try:
             if self._request.stream:
-                # A task of its own wakes up without the frames of all applications around this one.
+                # The events are sent by a task of their own. A coroutine that is awaited here would be resumed through
+                # the frames of all applications around this one, each time.
                 await asyncio.ensure_future(self._send_events(send, scope.get(DIRECT_SEND, send)))
             else:
                 await self._send_whole(send)
@@ -111,13 +122,15 @@ class TextAnswer:
                 await watcher
 
     def _submit(self) -> None:
+        """Submit each prompt to the engine. A prompt's new tokens are limited by the room that it leaves in the context."""
         request = self._request
         for index, prompt in enumerate(request.prompts):
             room = self._context - len(prompt)
             engine_request = EngineRequest(
                 tokens=prompt,
+                # At least 1, because the engine always generates a token.
                 new_tokens=max(min(request.new_tokens, room), 1),
-                # Without a seed the samples of each prompt are drawn for themselves.
+                # Without the client's seed, each prompt gets a random seed of its own.
                 sampling={"seed": secrets.randbits(63), **request.sampling},
                 stop_ids=request.stop_ids,
                 grammar=request.grammar,
@@ -132,7 +145,10 @@ class TextAnswer:
         self._subscription.close()
 
     async def _next(self) -> dict[int, list[News]]:
-        """The next news by text. Raises RequestError if the engine refused or failed a text."""
+        """Wait for the next news and return them by sequence.
+
+        Raises RequestError if the engine refused or failed a sequence, and _ClientGone if the client has disconnected.
+        """
         news = await self._subscription.next()
         if not news:
             raise _ClientGone
@@ -151,7 +167,7 @@ class TextAnswer:
         return by_text
 
     async def _take_prompts(self, news: Sequence[News]) -> None:
-        """Take log probabilities of prompts out of the news; they are written once all of a prompt have come."""
+        """Take the log probabilities of prompts out of the news, and format those of each prompt that is now complete."""
         request = self._request
         for item in news:
             if item.prompt_logprobs is not None:
@@ -166,14 +182,17 @@ class TextAnswer:
                     output.add_prompt(entries)
 
     def _check(self, item: News) -> None:
-        """Raise RequestError for a text that the engine refused or did not end."""
+        """Raise RequestError if the engine refused, failed or aborted a sequence."""
         if item.reason in ("refused", "failed"):
             raise RequestError.of_failure(item.error, item.code, self._request.grammar_key)
         if item.reason == "abort":
             raise RequestError(503, "the server is stopping")
 
     def _add(self, index: int, news: list[News]) -> TextPiece:
-        """Return what the news add to a text; a stop string also ends it in the engine."""
+        """Add news to a sequence and return the text, log probabilities and finish reason that the client gets next.
+
+        A stop string is found here, not in the engine. If one ends the sequence, the engine is told to end it too.
+        """
         output = self._outputs[index]
         piece = TextPiece(output.add(news)) if self._readers is None else self._read(index, news)
         if self._keep is not None:
@@ -191,14 +210,14 @@ class TextAnswer:
         return piece._replace(logprobs=logprobs, finish_reason=output.finish_reason, stop_reason=output.stop_reason)
 
     def _read(self, index: int, news: list[News]) -> TextPiece:
-        """What the news add to a text, with its parts."""
+        """Add news to a sequence whose text is split into content, reasoning and tool calls."""
         assert self._readers is not None
         output = self._outputs[index]
         reader = self._readers[index]
         format = self._request.output
         if reader.may_reason and (len(news) > 1 or len(news[0].tokens) > 1):
             parts: list[AnswerPart] = []
-            for some in _one_by_one(news):  # the tokens of reasoning are counted
+            for some in _one_by_one(news):  # token by token, so that each counts either as reasoning or as content
                 parts += self._read_some(output, reader, some).all_parts
                 if output.finish_reason is not None:
                     break
@@ -210,7 +229,7 @@ class TextAnswer:
         return piece
 
     def _read_some(self, output: TextOutput, reader: OutputReader, news: list[News]) -> TextPiece:
-        """What the news add to a text; one token at most if there may be reasoning."""
+        """Add news to a sequence and read the new text. While there may be reasoning, the news have at most one token."""
         before = output.tokens
         reasoned = reader.reasoning
         text = output.add(news)
@@ -224,6 +243,7 @@ class TextAnswer:
         return piece
 
     async def _send_whole(self, send: Send) -> None:
+        """Collect the text and other parts of all sequences, and send them as one JSON body."""
         texts = [[self._echo(index)] for index in range(len(self._outputs))]
         parts: list[list[AnswerPart]] = [[] for _ in self._outputs]
         while self._open:
@@ -250,8 +270,8 @@ class TextAnswer:
         await send({"type": "http.response.body", "body": content})
 
     async def _send_events(self, send: Send, send_body: Send) -> None:
-        """Send the events; `send_body` is the quicker way for all but the head."""
-        news = await self._next()  # a refused request is answered by its status
+        """Send the answer as events. `send` sends the head, and `send_body`, which has fewer wrappers, all that follows."""
+        news = await self._next()  # before the head: a request that the engine refuses is answered with its own status
         while self._prompts:
             for index, more in (await self._next()).items():
                 news.setdefault(index, []).extend(more)
@@ -268,14 +288,14 @@ class TextAnswer:
                 if not self._open:
                     break
                 news = await self._next()
-        except RequestError as error:  # the status is sent already
+        except RequestError as error:  # the head with status 200 is sent already: the error becomes an event
             ending = self._body.failure(error)
         else:
             ending = self._body.last(self._usage())
         await send_body({"type": "http.response.body", "body": ending})
 
     def _opening(self, index: int) -> bytes:
-        """The events that begin a text."""
+        """Return the events that begin a sequence: those of the API, and the echo of the prompt."""
         opening = self._body.first(index, self._usage())
         echo = self._echo(index)
         if not echo:
@@ -285,7 +305,7 @@ class TextAnswer:
         )
 
     def _events(self, news: dict[int, list[News]]) -> bytes:
-        """The events for news; sequences that have ended already get none."""
+        """Return the events for news. A sequence that has ended already gets no event."""
         events = []
         for index, of_text in news.items():
             if self._outputs[index].finish_reason is None:
@@ -296,17 +316,17 @@ class TextAnswer:
         return b"".join(events)
 
     def _continuous_usage(self) -> dict[str, Any] | None:
-        """The numbers of tokens for an event, if all have them."""
+        """Return the usage object for every event if the request has asked for it, else None."""
         return self._usage() if self._request.continuous_usage else None
 
     def _echo(self, index: int) -> str:
-        """The prompt's text, if the answer repeats it."""
+        """Return the text of the sequence's prompt if the answer repeats it, else an empty text."""
         echoes = self._request.echoes
         return echoes[index // self._request.count] if echoes else ""
 
 
 def _one_by_one(news: list[News]) -> Iterator[list[News]]:
-    """The same news with one token each."""
+    """Split news into news with one token each; the last of an item has its finish reason and other details."""
     for item in news:
         for number in range(len(item.tokens) - 1):
             yield [News(item.index, item.tokens[number : number + 1], logprobs=item.logprobs[number : number + 1])]
@@ -315,7 +335,7 @@ def _one_by_one(news: list[News]) -> Iterator[list[News]]:
 
 
 def _without_tokens(item: News) -> News:
-    """News of a request for no new token; the engine draws one."""
+    """Return news without their token. The engine always draws one token, also for a request with `max_tokens` 0."""
     return item._replace(tokens=(), logprobs=(), reason=item.reason and "length", stop_token=None)
 
 

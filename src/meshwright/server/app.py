@@ -1,4 +1,4 @@
-"""The API as one ASGI application: routes, keys, errors and the log of requests."""
+"""The API as one ASGI application: routes, check of keys, errors and the request log."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ API_ROUTES: Sequence[tuple[str, str, Callable[[Api, Request], Awaitable[ASGIApp]
     ("GET", "/version", Api.version),
     ("GET", "/metrics", Api.metrics),
 )
-"""Method, path and endpoint; an endpoint's docstring is its line of docs/reference/serve.md."""
+"""(Method, path, endpoint) of each route of the API. docs/reference/serve.md shows the endpoint's docstring in its line."""
 ADMIN_ROUTES: Sequence[tuple[str, str, Callable[[Admin, Request], Awaitable[ASGIApp]]]] = (
     ("GET", "/state", Admin.state),
     ("POST", "/pause", Admin.pause),
@@ -51,10 +51,11 @@ ADMIN_ROUTES: Sequence[tuple[str, str, Callable[[Admin, Request], Awaitable[ASGI
     ("POST", "/role", Admin.role),
     ("POST", "/weights", Admin.weights),
 )
+"""(Method, path, endpoint) of each route of the admin port."""
 
 
 def api_app(api: Api, *, loopback: bool) -> ASGIApp:
-    """The application of the API; `loopback`: it listens at a loopback address only."""
+    """Return the application of the API. `loopback`: the server listens on a loopback address only."""
     shown = [route for route in API_ROUTES if api.spec.page or route[2] is not Api.page]
     routes = [(method, path, partial(endpoint, api)) for method, path, endpoint in shown]
     app: ASGIApp = KeyCheck(application(routes), api.spec.api_key, open_paths={"/health"}, basic_paths={"/"})
@@ -64,7 +65,7 @@ def api_app(api: Api, *, loopback: bool) -> ASGIApp:
 
 
 def admin_app(api: Api) -> ASGIApp:
-    """The application of the admin port."""
+    """Return the application of the admin port."""
     admin = Admin(api)
     routes = [(method, path, partial(endpoint, admin)) for method, path, endpoint in ADMIN_ROUTES]
     app: ASGIApp = KeyCheck(application(routes), api.spec.admin_key)
@@ -72,7 +73,10 @@ def admin_app(api: Api) -> ASGIApp:
 
 
 def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]]]) -> Starlette:
-    """A Starlette application with routes (method, path, endpoint), whose errors are in the form of their API."""
+    """Return a Starlette application with routes (method, path, endpoint).
+
+    Each error is answered in the format of the API to which its path belongs (OpenAI's or Anthropic's).
+    """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.routing import Route
@@ -82,6 +86,7 @@ def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[A
         return error_response(error, request.url.path)
 
     async def not_routed(request: Request, error: Exception) -> Any:
+        """Answer a request for an unknown path (404), or with a method that the path does not have (405)."""
         assert isinstance(error, HTTPException)
         status = error.status_code if error.status_code in (404, 405) else 400
         text = {404: "there is no such path", 405: "the path has another method"}.get(status, "the request is wrong")
@@ -98,12 +103,14 @@ def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[A
 
 
 class KeyCheck:
-    """Answers 401 to requests without the key; without a key all are let through."""
+    """ASGI wrapper that answers 401 to requests without the server's key. If the server has no key, it lets all pass."""
 
     def __init__(
         self, app: ASGIApp, key: str | None, *, open_paths: Iterable[str] = (), basic_paths: Iterable[str] = ()
     ) -> None:
-        """`open_paths` need no key; for `basic_paths` a browser may ask for it as a password."""
+        """`key`: the server's key, or None; `open_paths`: paths that need no key; `basic_paths`: paths where a browser
+        may send the key as the password of HTTP Basic authentication.
+        """
         self._app = app
         self._key = None if key is None else key.encode()
         self._open = frozenset(open_paths)
@@ -118,9 +125,10 @@ class KeyCheck:
         await error_response(error, scope["path"])(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
+        """Whether the headers have the key: as Bearer token, as `x-api-key`, or as password of HTTP Basic where allowed."""
         assert self._key is not None
         headers = dict(scope["headers"])
-        if b"authorization" not in headers:  # clients of Anthropic's API
+        if b"authorization" not in headers:  # clients of Anthropic's API send x-api-key instead
             return hmac.compare_digest(headers.get(b"x-api-key", b"").strip(), self._key)
         value = headers[b"authorization"]
         scheme, _, given = value.partition(b" ")
@@ -135,7 +143,11 @@ class KeyCheck:
 
 
 class HostCheck:
-    """Refuses requests with another host than loopback in their Host header, as protection against DNS rebinding."""
+    """ASGI wrapper that answers 400 unless the Host header names a loopback address.
+
+    It protects a server without a key against DNS rebinding: a web page whose name resolves to 127.0.0.1 could
+    otherwise send requests to it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -143,6 +155,7 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
+            # Remove the port. An IPv6 address is in brackets, which contain colons.
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
             if not is_loopback(name.lower().removeprefix("[").removesuffix("]")):
                 error = RequestError(400, "host: expected localhost or 127.0.0.1")
@@ -152,7 +165,10 @@ class HostCheck:
 
 
 class DirectSend:
-    """Gives streams the server's own `send` for their events: the applications around them need the head of an answer only."""
+    """ASGI wrapper that puts the server's own `send` into the scope, for the events of a streamed answer.
+
+    The wrappers inside this one change the head of an answer only. Events need not pass through them.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -163,9 +179,10 @@ class DirectSend:
 
 
 class RequestLog:
-    """Gives each answer but of /health its request's id, and logs path, status, tokens and seconds; no text.
+    """ASGI wrapper that logs each request and puts a request id into the head of its answer, except for /health.
 
-    The id is the client's `x-request-id`, or else a number.
+    A line of the log has path, status, tokens and seconds, but no text. The id is the client's `x-request-id`, or else
+    a number.
     """
 
     def __init__(self, app: ASGIApp, *, logs: bool = True) -> None:
@@ -176,7 +193,7 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
             scope["type"] != "http" or scope["path"] == "/health"
-        ):  # a router asks for the health of its servers each second
+        ):  # a router asks for the health of its servers each second, which would fill the log
             await self._app(scope, receive, send)
             return
         self._count += 1
@@ -198,6 +215,7 @@ class RequestLog:
             self._log(id, scope, status, time.perf_counter() - started)
 
     def _log(self, id: str, scope: Scope, status: int, seconds: float) -> None:
+        """Log one line about a request: id, method, path, status, tokens if it generated any, and seconds."""
         if self._logs:
             work = scope.get("meshwright")
             tokens = "" if work is None else f" prompt={work['prompt_tokens']} new={work['answer'].new_tokens}"

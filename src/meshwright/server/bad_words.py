@@ -1,4 +1,4 @@
-"""Words that a text may not have, as sequences of tokens."""
+"""Token sequences of words that an answer must not contain (`bad_words`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ if TYPE_CHECKING:
 
 
 def word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
-    """The token ids of each word at the beginning of a text, after a space, and at the beginning of a line.
+    """Return the token sequences of each word, without duplicates.
 
-    Tokenizers that begin each text with a space have the word without one at the beginning of a line only. A sequence that ends with
-    another one is left out: it cannot occur if the other does not.
+    A tokenizer may encode a word differently at the beginning of a text, after a space and at the beginning of a line.
+    All three encodings are included. Some tokenizers put a space before every text: there, only the encoding at the
+    beginning of a line has no space.
+
+    A sequence that ends with another sequence of the list is left out: if the shorter one cannot occur, neither can the
+    longer one.
     """
     found: list[list[int]] = []
     for word in words:
@@ -30,7 +34,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _after_line(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The token ids of a text behind the end of a line; empty if they are not apart from it."""
+    """Return the token ids of a text after a line break; none if the tokenizer merges the line break with the text."""
     line = _ids(tokenizer, "\n")
     both = _ids(tokenizer, f"\n{text}")
     return both[len(line) :] if both[: len(line)] == line else []

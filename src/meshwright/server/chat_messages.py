@@ -1,4 +1,4 @@
-"""The messages of a chat, checked and in one form, whichever client sends them."""
+"""Checks the messages of a chat and brings them into one form, whatever form the client has sent."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from meshwright.server.fields import checked_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_MESSAGES = 4_096
+"""Most messages in a chat."""
 _PARTS = ("text", "refusal")
-"""Types of the parts of a content, and of the key of each that has its text."""
+"""Types of content parts. The text of a part is in the key that has the name of its type: `{"type": "text", "text": …}`."""
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:
-    """The messages, with the keys that templates know and no value that is null. Raises RequestError.
+    """Return the messages in the form that chat templates expect. Raises RequestError for wrong values.
 
-    A content is one text, and the arguments of a call are an object. Other keys, which clients send back with the answers of
-    several servers, are left out.
+    Each content becomes one text, and the arguments of each tool call become an object. Keys whose value is null are
+    dropped. So are unknown keys, because clients send back whole answers of other servers.
     """
     if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
         raise wrong("messages", f"a list of 1 to {MOST_MESSAGES} messages", value)
@@ -27,6 +28,7 @@ def read_messages(value: object) -> list[dict[str, Any]]:
 
 
 def _message(message: object, key: str) -> dict[str, Any]:
+    """Return one message in the common form. `key` is its path in the body, for errors."""
     if not isinstance(message, dict):
         raise wrong(key, "an object", message)
     role = message.get("role")
@@ -43,7 +45,10 @@ def _message(message: object, key: str) -> dict[str, Any]:
 
 
 def _of_assistant(message: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The calls and the thoughts of an answer; thoughts have one name in some templates and another in others."""
+    """Return the tool calls and the reasoning of an assistant message.
+
+    The reasoning gets both of its names, because some templates read `reasoning_content` and others `reasoning`.
+    """
     if message.get("function_call") is not None:
         raise RequestError(400, f"{key}.function_call: use tool_calls", param=f"{key}.function_call")
     thoughts = _text(message, key, "reasoning_content") or _text(message, key, "reasoning")
@@ -57,6 +62,7 @@ def _of_assistant(message: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _tool_call(call: object, key: str) -> dict[str, Any]:
+    """Return one tool call in the common form. `key` is its path in the body, for errors."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise wrong(key, 'a call {"id", "type": "function", "function": {"name", "arguments"}}', call)
@@ -67,7 +73,10 @@ def _tool_call(call: object, key: str) -> dict[str, Any]:
 
 
 def _arguments(value: object) -> object:
-    """Arguments as an object, where OpenAI's form has its JSON; text that is no object stays, as the model has written it."""
+    """Return the arguments of a call as an object; in OpenAI's API they are a JSON text.
+
+    A text that is not a JSON object is returned unchanged: the model has written it.
+    """
     if not isinstance(value, str):
         return {} if value is None else value
     if not value.strip():
@@ -82,7 +91,7 @@ def _arguments(value: object) -> object:
 
 
 def _content(content: object, key: str) -> str | None:
-    """The text of a content: text, or a list of parts of text, of which each begins a line."""
+    """Return a content as one text. A list of text parts is joined with line breaks; null becomes None."""
     if content is None:
         return None
     if isinstance(content, str):
@@ -100,7 +109,7 @@ def _part(part: object, key: str) -> str:
 
 
 def _texts(values: Mapping[str, Any], key: str, *names: str) -> dict[str, str]:
-    """The texts with these names that are there."""
+    """Return those of the values `names` that are present. Raises RequestError for one that is not text."""
     return {name: text for name in names if (text := _text(values, key, name)) is not None}
 
 

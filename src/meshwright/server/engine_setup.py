@@ -1,4 +1,4 @@
-"""The processes of the engine, one for each device, and the socket to the first of them."""
+"""Starts the engine's processes, one for each device, and holds the socket to the first of them (rank 0)."""
 
 from __future__ import annotations
 
@@ -28,47 +28,49 @@ from meshwright.spec.secrets import without_secrets
 
 log = logging.getLogger("meshwright.server")
 BUFFER_BYTES = 4 << 20
-"""Size of the socket's buffers: a step of the engine does not wait for the HTTP process."""
+"""Size of the socket's send buffers. They are large so that an engine step need not wait for the HTTP process."""
 END_SECONDS = 5.0
-"""Longest time that the engine's processes may take to end."""
+"""Seconds that the engine's processes have to end after the socket is closed; then they are killed."""
 WATCH_SECONDS = 0.5
-"""Time between two looks at the processes of several ranks."""
+"""Seconds between two checks whether ranks 1, 2, … still run."""
 REPORT_SECONDS = 1.0
-"""Time in which the first rank may report why another has ended."""
+"""Seconds that rank 0 has to report why another rank has ended. After that, a general error is reported."""
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """Model, options and devices of an engine's processes."""
+    """What the engine's processes need to start: model, options and devices. They get it as JSON on stdin."""
 
+    # Folder of the model, and folder of its tokenizer if that is another one.
     folder: str
     tokenizer: str | None
     options: dict[str, Any]
-    """Fields of `EngineSettings`, and `absorb`."""
+    """Fields of `EngineSettings`, and `absorb`: whether decode steps of latent attention attend to the latents directly."""
     adapter: str | None = None
-    """Folder of adapters that are merged into the weights."""
+    """Folder of LoRA adapters, which are merged into the weights."""
     speculate: int = 0
+    """Draft tokens of a request that each step verifies; 0 without speculative decoding."""
     draft_model: str | None = None
-    """Folder of the draft model, or `spec.serve.MTP`."""
+    """Folder of the draft model, or `spec.serve.MTP` for the model's own MTP modules."""
     cluster: ClusterSpec | None = None
-    """This host with a device for each rank; None: one process."""
+    """This host, with one device for each rank. None: one process."""
     experts: ExpertRanks = ONE_RANK
-    """Ranks that share the experts; if there are several, these are the ranks of the engine."""
+    """How the ranks share the experts of an MoE model. If several ranks do, they are the ranks of this engine."""
     transfer: TransferSetup | None = None
-    """Role and peers; None: the engine exchanges nothing with others."""
+    """Role and peers of an engine that exchanges KV blocks with others; None if it does not."""
 
     @property
     def ranks(self) -> int:
-        """Number of processes."""
+        """Number of engine processes, one for each rank."""
         return 1 if self.cluster is None else self.cluster.ranks
 
 
 class EngineProcess:
-    """The engine's processes; the first has the other end of a socket."""
+    """The engine's processes. This process is connected by a socket pair to rank 0."""
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Start the processes, which load the model."""
+        """Start the processes. They load the model while this process goes on."""
         self._client: EngineClient | None = None
         self._end, theirs = socket.socketpair()
         for end in (self._end, theirs):
@@ -77,12 +79,15 @@ class EngineProcess:
             self._processes = [_start(setup, rank, theirs, store) for rank in range(setup.ranks)]
 
     async def connect(self, client: EngineClient) -> None:
-        """Connect `client` to the engine."""
+        """Let `client` send and receive messages over the socket to rank 0."""
         self._client = client
         await connect(client, self._end)
 
     async def watch(self, client: EngineClient) -> None:
-        """Report a failure to `client` once a rank beside the first has ended; the end of the first closes the socket."""
+        """Wait until any rank but the first ends, then report the failure to `client`.
+
+        The end of the first rank needs no watching: it closes the socket. With one rank this returns at once.
+        """
         others = self._processes[1:]
         while others and all(process.poll() is None for process in others):
             await asyncio.sleep(WATCH_SECONDS)
@@ -91,12 +96,12 @@ class EngineProcess:
             client.fail("one of the engine's ranks has ended", EXIT_COMMUNICATION)
 
     def close(self) -> None:
-        """Close the socket, and wait until the processes have ended; kill them if that takes long.
+        """Close the socket and wait until the processes have ended. Kill those that take longer than `END_SECONDS`.
 
-        Those that still import or load have nothing to end, and are killed at once.
+        Processes that still import or load the model are killed at once: they hold nothing that must be finished.
         """
         starts = self._client is None or (self._client.ready is None and self._client.failure is None)
-        with suppress(OSError):  # the process has ended
+        with suppress(OSError):  # rank 0 may have ended already
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
         deadline = time.monotonic() + (0.0 if starts else END_SECONDS)
@@ -113,9 +118,13 @@ class EngineProcess:
 
 
 def _start(setup: EngineSetup, rank: int, engine: socket.socket, store: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a rank; the first gets the socket of the engine and that of the ranks' store."""
+    """Start the process of one rank.
+
+    Rank 0 inherits two sockets: `engine`, to this process, and `store`, on which the ranks' store listens.
+    """
     passed = [engine.fileno(), store.fileno()] if rank == 0 else []
-    # Threads that spin while they wait for each other stall for half a second when another process needs a core too.
+    # With the default policy, OpenMP threads spin while they wait for each other. If another process needs a core too,
+    # they stall for half a second.
     variables: Mapping[str, Any] = {"OMP_WAIT_POLICY": "passive", **without_secrets(), PARENT: os.getpid()}
     if setup.ranks > 1:
         variables = {
@@ -136,9 +145,10 @@ def _start(setup: EngineSetup, rank: int, engine: socket.socket, store: socket.s
         env={name: str(value) for name, value in variables.items()},
         stdin=subprocess.PIPE,
         pass_fds=passed,
-        start_new_session=True,  # Ctrl-C is for the HTTP process, which drains
+        start_new_session=True,  # so that Ctrl-C reaches only the HTTP process, which drains first
     )
     assert process.stdin is not None, "it is a pipe"
-    with suppress(OSError), process.stdin:  # it may have ended, as its code tells
-        process.stdin.write(json.dumps(to_plain(setup)).encode())  # has the transfer key, and arguments are public
+    with suppress(OSError), process.stdin:  # if the process has ended already, its exit code tells why
+        # Not an argument: it has the transfer key, and others can read arguments.
+        process.stdin.write(json.dumps(to_plain(setup)).encode())
     return process

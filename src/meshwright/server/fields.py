@@ -1,4 +1,4 @@
-"""Reads the JSON body of a request key by key; a key that nothing has read is an error that names it."""
+"""Reads the JSON body of a request key by key. A key that no code has read is an error that names the key."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from meshwright.spec.errors import nearest
 
 T = TypeVar("T")
 LARGEST_INTEGER = 2**63 - 1
+"""Largest signed integer of 64 bits."""
 
 
 class Fields:
     """The keys of one JSON object. A key whose value is null counts as absent."""
 
     def __init__(self, values: dict[str, Any], inside: str = "") -> None:
-        """`inside` is the key of the object within the body, for messages."""
+        """`values`: the object; `inside`: its path within the body, for error messages (empty for the body itself)."""
         self._values = {key: value for key, value in values.items() if value is not None}
         self._inside = f"{inside}." if inside else ""
         self._known: set[str] = set()
@@ -28,12 +29,12 @@ class Fields:
         return key in self._values
 
     def take(self, key: str) -> Any:
-        """Any value; None without one."""
+        """Return the value of a key, whatever its type; None if the key is absent."""
         self._known.add(key)
         return self._values.get(key)
 
     def integer(self, key: str, low: int, high: int, default: T) -> int | T:
-        """A whole number from `low` to `high`."""
+        """Return a whole number from `low` to `high`, or `default` if the key is absent. 3.0 counts as 3."""
         value = self.take(key)
         if value is None:
             return default
@@ -44,7 +45,7 @@ class Fields:
         return value
 
     def number(self, key: str, low: float, high: float, default: float) -> float:
-        """A number from `low` to `high`."""
+        """Return a number from `low` to `high`, or `default` if the key is absent."""
         value = self.take(key)
         if value is None:
             return default
@@ -53,7 +54,7 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
+        """Return true or false, or `default` if the key is absent."""
         value = self.take(key)
         if value is None:
             return default
@@ -62,7 +63,7 @@ class Fields:
         return value
 
     def text(self, key: str, default: T, choices: Sequence[str] = ()) -> str | T:
-        """A text, one of `choices` if there are any."""
+        """Return a text, or `default` if the key is absent. If `choices` are given, the text must be one of them."""
         value = self.take(key)
         if value is None:
             return default
@@ -71,7 +72,7 @@ class Fields:
         return checked_text(value, self._inside + key)
 
     def section(self, key: str) -> Fields | None:
-        """An object; None without one."""
+        """Return an object as Fields of its own; None if the key is absent."""
         value = self.take(key)
         if value is None:
             return None
@@ -85,11 +86,14 @@ class Fields:
 
     @property
     def unread(self) -> list[str]:
-        """The keys that nothing has read."""
+        """The keys that no method has read or ignored so far."""
         return [key for key in self._values if key not in self._known]
 
     def finish(self, defaults: Mapping[str, Any] = {}) -> None:
-        """Raise the error for the first key that nothing has read; those of `defaults` may have their value there."""
+        """Raise RequestError for the first unread key.
+
+        `defaults` are keys whose only supported value is given: such a key may be present with exactly this value.
+        """
         for key in self.unread:
             value = self._values[key]
             name = self._inside + key[:60]
@@ -102,7 +106,10 @@ class Fields:
 
 
 def parse_object(body: bytes) -> Fields:
-    """Return the JSON object in a request's body. Raises RequestError for another value, and for NaN or infinity."""
+    """Return the keys of the JSON object in a request's body.
+
+    Raises RequestError if the body is not a JSON object in UTF-8, or has NaN, infinity or a number that is too large.
+    """
     try:
         values = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
     except UnicodeDecodeError:
@@ -118,7 +125,7 @@ def parse_object(body: bytes) -> Fields:
 
 
 def checked_text(text: str, key: str) -> str:
-    """The text, which UTF-8 can encode. Raises RequestError for half of a surrogate pair."""
+    """Return `text` if UTF-8 can encode it. Raises RequestError for half of a surrogate pair; `key` is the text's path."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Serves each new checkpoint of a training run."""
+"""Follows a training run: the server loads each new checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ log = logging.getLogger("meshwright.server")
 
 
 def newest(folder: Path) -> Chosen:
-    """The newest committed checkpoint of the run in `folder`. Raises BadInput or Damaged without one."""
+    """Return the newest committed checkpoint of the run in `folder`.
+
+    Raises BadInput if there is none, Damaged if it is damaged.
+    """
     from meshwright.checkpoint.format.inventory import choose_newest
 
     with attach_key("follow"):
@@ -25,7 +28,7 @@ def newest(folder: Path) -> Chosen:
 
 
 class Follower:
-    """Loads each checkpoint of a run that is newer than `served`; looks every so many `seconds`."""
+    """Checks a run's folder every `seconds` and loads a checkpoint that is newer than the one at `served`."""
 
     def __init__(self, api: Api, run: Path, served: Path, seconds: float) -> None:
         self._api = api
@@ -36,9 +39,12 @@ class Follower:
         self._warning = api.client.warning
 
     async def follow(self) -> None:
-        """Look until the engine has failed. A checkpoint that cannot be loaded, or has texts of another format, is logged and left out.
+        """Check the folder again and again, until the engine has failed.
 
-        Of one that is damaged also `/v1/models` says so. After another error, e.g. OSError while no file can be opened, it can be called
+        A checkpoint is logged and skipped if it cannot be loaded, or if its model has another tokenizer or other end
+        tokens. If the newest checkpoint is damaged, `/v1/models` says so too.
+
+        Other errors are raised, for example OSError if no more files can be opened. The caller may then call this
         again.
         """
         while self._client.failure is None:
@@ -49,7 +55,7 @@ class Follower:
                 log.warning("the newest checkpoint of %s is not served: %s", self._run, error)
 
     async def _take(self, found: Chosen) -> None:
-        """Serve a checkpoint, unless it is served or was refused."""
+        """Serve the checkpoint `found`. Nothing happens if it is the one that was served, or tried, last."""
         if (found.path, found.warning) == (self._seen, self._warning):
             return
         if found.warning not in (None, self._warning):

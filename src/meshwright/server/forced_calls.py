@@ -1,4 +1,17 @@
-"""Grammars of answers that must be calls of tools, in the notation that the model writes, and of answers behind reasoning."""
+r"""Grammars in Lark's notation that force an answer to be tool calls, or to follow a schema after reasoning.
+
+Each model family writes tool calls in its own notation. The grammar of a call has a rule `function_N` for each tool,
+`arguments_N` for its arguments and, if arguments are written one by one, `value_N_M` for each of their values. Example
+for the notation `qwen3_coder` and a function `weather` with a text `city` (required) and an integer `days`:
+
+    start: call ("\n" call)*
+    call: function_0
+    function_0: "<tool_call>\n<function=" "weather" ">\n" arguments_0 "</function>\n</tool_call>"
+    arguments_0: "<parameter=city>\n" value_0_0 ("<parameter=days>\n" value_0_1)?
+    value_0_0[suffix="\n</parameter>\n"]: /(?s:.*)/
+    value_0_1: value_0_1_json "\n</parameter>\n"
+    value_0_1_json: %json {"type": "integer"}
+"""
 
 from __future__ import annotations
 
@@ -12,22 +25,30 @@ from meshwright.server.notations import Forced, Notation, Parameters
 from meshwright.server.tools import listed, schema_types
 
 Grammar = tuple[str, str]
-"""Notation and text of a grammar."""
+"""(notation, text) of a grammar: `("lark", "start: …")` or `("json_schema", "{…}")`."""
 Special = Mapping[str, int]
-"""Ids of the special tokens: a grammar's text is never one of them."""
+"""Ids of the tokenizer's special tokens by their text.
+
+Quoted text in a grammar never matches a special token, so a special token is written as its id: `<[151657]>`.
+"""
 ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "nullable"))
-"""Keys of a schema that leave it any text, beside alternatives."""
+"""Keys of a JSON schema that do not limit a text. A schema with only these keys, or with alternatives, allows any text."""
 _PLAIN_KEY = re.compile(r"[\w.-]+")
+"""Names that can be written without quotes or escapes."""
 _LINE_BREAK = "\n"
 
 
 def calls_grammar(
     functions: Sequence[Mapping[str, Any]], notation: Notation, special: Special, *, several: bool
 ) -> Grammar | None:
-    """The grammar of one call of one of these functions, or of several calls.
+    """Return the grammar of one call of one of `functions`, or of one or more calls with `several`.
 
-    None if the notation has none or cannot write a name, or where it writes values as raw text and a function limits what a text may be.
-    Raises RequestError if it is too long.
+    Each function is an object with `name` and `parameters` (a JSON schema), as in OpenAI's API. `special` maps special
+    tokens to their ids.
+
+    Returns None if the notation cannot be forced: if it has no grammar, if it cannot write a function's name, or if it
+    writes values as unquoted text and a schema limits a text in a way that is not a list of choices. Raises
+    RequestError if the grammar is too long.
     """
     forced = notation.forced
     if forced is None or not all(
@@ -51,7 +72,11 @@ def calls_grammar(
 
 
 def behind_reasoning(grammar: Grammar, end: str, special: Special) -> Grammar:
-    """The grammar of reasoning up to its end, and then of what `grammar` says, a JSON schema or the result of `calls_grammar`."""
+    """Return a grammar that allows any reasoning, then the text `end`, then an answer that follows `grammar`.
+
+    `grammar` is a JSON schema or a result of `calls_grammar`. `end` is the mark at which reasoning ends, e.g.
+    `</think>`.
+    """
     notation, text = grammar
     answer = f"answer: %json {text}" if notation == "json_schema" else text.replace("start:", "answer:", 1)
     if end in special:
@@ -60,7 +85,10 @@ def behind_reasoning(grammar: Grammar, end: str, special: Special) -> Grammar:
 
 
 def _head(forced: Forced, name: str, special: Special) -> str:
-    """What is before the arguments of a call. Nothing in the name is a special token."""
+    """Return the grammar of the text before the arguments of a call, which contains the function's name.
+
+    The name is quoted text, so that it never matches a special token.
+    """
     before, quoted, behind = forced.head.partition("{json_name}")
     if not quoted:
         before, _, behind = forced.head.partition("{name}")
@@ -70,7 +98,11 @@ def _head(forced: Forced, name: str, special: Special) -> str:
 
 
 def _arguments(index: int, function: Mapping[str, Any], parameters: Parameters | None) -> list[str] | None:
-    """The rules of a function's arguments; None if they cannot be written one by one."""
+    """Return the grammar rules of a function's arguments.
+
+    Without `parameters` (the notation writes all arguments as one JSON object) this is one rule. Otherwise each
+    argument is written between marks of its own, as `parameters` says; None if some argument cannot be written so.
+    """
     schema = {"type": "object", **(function.get("parameters") or {})}
     if parameters is None:
         return [f"arguments_{index}: %json {json.dumps(schema)}"]
@@ -99,7 +131,11 @@ def _arguments(index: int, function: Mapping[str, Any], parameters: Parameters |
 def _value(
     rule: str, value: Any, schema: Mapping[str, Any], definitions: Mapping[str, Any], parameters: Parameters
 ) -> list[str] | None:
-    """The rules of a value with its closing mark; None for a text that is limited by more than a list of texts."""
+    """Return the rules of one argument's value and its closing mark.
+
+    Values that are not text are JSON. A text is written without quotes, so its schema cannot be checked: None unless
+    the schema allows any text or lists the possible texts.
+    """
     closing = _quoted(_LINE_BREAK * parameters.newlines + parameters.closing + _LINE_BREAK)
     types = schema_types(value, schema)
     if types and "string" not in types:
@@ -113,7 +149,7 @@ def _value(
 
 
 def _any_text(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a schema within `schema` allows any text."""
+    """Whether `value`, a schema inside `schema`, allows any text."""
     if not isinstance(value, dict):
         return value is True
     options = [option for key in ("anyOf", "oneOf") for option in listed(value.get(key))]
@@ -122,7 +158,7 @@ def _any_text(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _literal(text: str, special: Special) -> str:
-    """A text in a grammar, with its special tokens; nothing for an empty one."""
+    """Return a text as part of a grammar, with its special tokens as ids. An empty text gives an empty part."""
     if not text:
         return ""
     marks = [mark for mark in special if mark in text]
@@ -133,5 +169,5 @@ def _literal(text: str, special: Special) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text in a grammar."""
+    """Return a text as a quoted string of a grammar."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,7 +1,8 @@
-"""A process that compiles grammars of clients first, because no limit of the library bounds the time of all of them.
+"""A process that tries to compile the grammars of clients, because the library has no time limit that always holds.
 
-A schema of a few hundred bytes can take hours: the intersection of 30 patterns, for example. A thread cannot be ended, a process can. It
-knows the vocabulary of bytes only, so it is small and starts at once; the engine compiles again what it has let pass.
+A schema of a few hundred bytes can take hours, for example the intersection of 30 patterns. A thread cannot be ended
+from outside, a process can. This process uses a vocabulary of single bytes, so it is small and starts quickly. A
+grammar that compiles here is compiled again by the engine, with the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 COMPILE_SECONDS = 0.8
-"""Longest time of one grammar."""
+"""Seconds that one grammar may take to compile."""
 START_SECONDS = 30.0
+"""Seconds that the process may take to start."""
 MEMORY_BYTES = 4 << 30
-"""Address space of the process."""
+"""Limit of the process's address space, in bytes."""
 
 
 class GrammarCheck:
-    """Tries grammars in a process of its own, which is ended when one takes too long. For one thread."""
+    """Tries grammars in a process of its own, which is killed when a grammar takes too long. Not thread-safe."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def refusal(self, grammar: Grammar) -> str | None:
-        """Reason why a grammar cannot be used; None if it can."""
+        """Return the reason why a grammar cannot be used; None if it can be used."""
         process = self._started()
         if process is None:
             return "grammar: the process that checks grammars does not start"
         assert process.stdin is not None
-        with suppress(OSError):  # it has just ended: no answer follows
+        with suppress(OSError):  # the process has just ended: `_line` then finds the end of its output
             process.stdin.write(json.dumps([grammar.notation, grammar.text]).encode("ascii") + b"\n")
             process.stdin.flush()
         answer = _line(process, COMPILE_SECONDS)
@@ -54,6 +56,7 @@ class GrammarCheck:
         return json.loads(answer)
 
     def _started(self) -> subprocess.Popen[bytes] | None:
+        """Return the process, and start it if it does not run. None if it does not start within `START_SECONDS`."""
         if self._process is None:
             environment = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH", "LANG")}
             environment[PARENT] = str(os.getpid())
@@ -66,7 +69,7 @@ class GrammarCheck:
         return self._process
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process, if it runs. The next grammar starts a new one."""
         process = self._process
         self._process = None
         if process is not None:
@@ -79,7 +82,7 @@ class GrammarCheck:
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """The next line of a process; None if none comes in time, or the process has ended."""
+    """Return the next line of the process's output. None if no line comes within `seconds`, or the process has ended."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     deadline = time.monotonic() + seconds
@@ -93,7 +96,7 @@ def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer with a token for each byte and one for the end."""
+    """Return a tokenizer whose vocabulary is the 256 bytes and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -104,7 +107,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def main() -> None:
-    """Answer each line with a grammar by a line with the reason to refuse it, or null."""
+    """Read lines `[notation, grammar]` from stdin. Answer each with one line: null, or the reason to refuse the grammar."""
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     library = llguidance()

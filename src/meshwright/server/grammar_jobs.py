@@ -1,6 +1,7 @@
-"""Grammars of requests that wait until these are compiled, in a thread beside the engine's steps.
+"""Compiles the grammars of waiting requests in a thread, while the engine goes on with its steps.
 
-The library releases the GIL while it compiles, so steps go on. A process has tried each grammar before (`grammar_check`).
+The library releases the GIL while it compiles. Before that, a separate process has tried the grammar (`grammar_check`),
+so the thread never gets one that takes too long.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
     from meshwright.serve.grammar import GrammarTokens
 
 NICE = 10
-"""Priority of the thread behind that of the engine."""
+"""Niceness of the thread: the operating system prefers the engine's thread."""
 
 
 class GrammarJobs:
-    """Compiles grammars for one engine; all methods are for the engine's thread."""
+    """Compiles grammars for one engine. All public methods are called by the engine's thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -37,14 +38,18 @@ class GrammarJobs:
         self._check = GrammarCheck()
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when a grammar is compiled."""
+        """Return a file descriptor that becomes readable when a grammar has been compiled; then call `run_done`."""
         return self._ours.fileno()
 
     def when_compiled(self, grammar: Sequence[Any] | None, done: Callable[[], None]) -> None:
-        """Call `done` once a grammar is compiled or refused: at once if that is known, else in `run_done`."""
+        """Call `done` when a grammar is compiled or refused.
+
+        `grammar` is (notation, text) or None. If there is nothing to wait for, `done` is called at once; otherwise a
+        later call of `run_done` calls it.
+        """
         try:
             tokens = None if grammar is None else self._engine.grammars()
-        except BadGrammar:  # the engine refuses the request for it
+        except BadGrammar:  # grammars cannot be used at all: the engine will refuse the request with this error
             tokens = None
         if tokens is None or grammar is None or tokens.has(wanted := Grammar(*grammar)):
             done()
@@ -55,32 +60,34 @@ class GrammarJobs:
             self._thread.start()
 
     def run_done(self) -> None:
-        """Call the functions whose grammars have been compiled since."""
+        """Call the `done` functions of all grammars that were compiled since the last call."""
         for _ in range(len(self._done)):
             self._ours.recv(1)
             self._done.popleft()()
 
     def close(self) -> None:
-        """End the process that checks grammars."""
+        """Kill the process that tries grammars."""
         self._check.close()
 
     def _compile_all(self) -> None:
+        """Run by the thread: compile one wanted grammar after the other, and put its `done` function into the queue."""
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
             tokens, grammar, done = self._wanted.get()
             try:
                 self._compile(tokens, grammar)
-            except Exception as error:  # refused like a wrong one: the engine would meet the same error
+            except Exception as error:  # the engine would meet the same error: refuse the grammar
                 tokens.refuse(grammar, f"grammar: cannot be prepared: {type(error).__name__}: {error}")
             self._done.append(done)
             self._theirs.send(b"1")
 
     def _compile(self, tokens: GrammarTokens, grammar: Grammar) -> None:
+        """Compile a grammar with the model's vocabulary, unless it is known or the separate process refuses it."""
         if tokens.has(grammar):
             return
         if (refusal := self._check.refusal(grammar)) is not None:
             tokens.refuse(grammar, refusal)
             return
-        with suppress(BadGrammar):  # it is kept, and raised again for the request
+        with suppress(BadGrammar):  # `tokens` keeps the error, and the engine raises it for the request
             tokens.compile(grammar)

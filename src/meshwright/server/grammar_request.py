@@ -1,4 +1,7 @@
-"""The grammar that a request asks for: by `response_format` as OpenAI's clients do, or by the keys of vLLM's."""
+"""Reads the grammar that a request asks for: from `response_format` (OpenAI), or from the keys that vLLM has added.
+
+Those are `structured_outputs` and the older `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields, checked_text
 
 LONGEST_SCHEMA = 64 << 10
-"""Characters of a schema, regular expression or grammar at most."""
+"""Most characters of a schema, regular expression or grammar."""
 _MEANING = re.compile(r"[\\.+*?()|\[\]{}^$]")
-"""Characters that stand for something else than themselves in a regular expression."""
+"""Characters with a special meaning in a regular expression."""
 
 
 class GrammarRequest(NamedTuple):
-    """A grammar and the key of the body that asks for it."""
+    """A grammar, and the key of the body that asks for it.
+
+    `notation` is `json_schema`, `regex` or `lark`; `text` is the grammar in this notation.
+    """
 
     notation: str
     text: str
@@ -25,7 +31,7 @@ class GrammarRequest(NamedTuple):
 
 
 def read_grammar(fields: Fields) -> GrammarRequest | None:
-    """The grammar that one of the keys asks for. Raises RequestError if a value is wrong, or if several keys ask for one."""
+    """Return the grammar that a request asks for, or None. Raises RequestError for wrong values and for two grammars."""
     asked = [_response_format(fields), _structured_outputs(fields)]
     asked += [_of_key(fields, f"guided_{form}", f"guided_{form}", read) for form, read in _FORMS.items()]
     found = [grammar for grammar in asked if grammar is not None]
@@ -35,11 +41,15 @@ def read_grammar(fields: Fields) -> GrammarRequest | None:
 
 
 def schema_grammar(schema: Any, key: str) -> tuple[str, str]:
-    """Notation and text of the grammar of a schema, which `key` of the body asks for. Raises RequestError if it is too long."""
+    """Return (notation, text) of the grammar of a JSON schema.
+
+    `key` names the body's key. Raises RequestError if it is too long.
+    """
     return "json_schema", text_of_length(json.dumps(schema), key)
 
 
 def _response_format(fields: Fields) -> GrammarRequest | None:
+    """Read `response_format`: a JSON schema, or any JSON object."""
     section = fields.section("response_format")
     if section is None:
         return None
@@ -61,6 +71,7 @@ def _response_format(fields: Fields) -> GrammarRequest | None:
 
 
 def _structured_outputs(fields: Fields) -> GrammarRequest | None:
+    """Read `structured_outputs`, an object with exactly one of the forms of a grammar."""
     section = fields.section("structured_outputs")
     if section is None:
         return None
@@ -76,12 +87,13 @@ def _structured_outputs(fields: Fields) -> GrammarRequest | None:
 
 
 def _of_key(fields: Fields, name: str, key: str, read: Callable[[Any, str], tuple[str, str]]) -> GrammarRequest | None:
+    """Read one key whose value is a grammar in one form. `key` is its path in the body, for errors."""
     value = fields.take(name)
     return None if value is None else GrammarRequest(*read(value, key), key)
 
 
 def _schema(value: Any, key: str) -> tuple[str, str]:
-    """The grammar of a schema, which may be the text of its JSON."""
+    """Return (notation, text) of a schema, which may also be given as JSON text."""
     schema = value
     if isinstance(value, str):
         try:
@@ -98,7 +110,7 @@ def _regex(value: Any, key: str) -> tuple[str, str]:
 
 
 def _choice(value: Any, key: str) -> tuple[str, str]:
-    """The grammar of one of several texts."""
+    """Return (notation, text) of a regular expression that matches any of the given texts."""
     if not isinstance(value, list) or not value:
         raise wrong(key, "a list of texts", value)
     texts = [_MEANING.sub(r"\\\g<0>", _checked(text, key)) for text in value]
@@ -118,6 +130,7 @@ _FORMS: Mapping[str, Callable[[Any, str], tuple[str, str]]] = {
     "choice": _choice,
     "grammar": _lark,
 }
+"""Reads the value of a key and returns (notation, text), by the form of the grammar."""
 
 
 def _checked(value: object, key: str) -> str:
@@ -127,7 +140,7 @@ def _checked(value: object, key: str) -> str:
 
 
 def text_of_length(text: str, key: str) -> str:
-    """The text of a schema, regular expression or grammar, which `key` of the body gives. Raises RequestError if it is too long."""
+    """Return `text`, a schema, regular expression or grammar from the body's `key`. Raises RequestError if it is too long."""
     if len(text) > LONGEST_SCHEMA:
         raise wrong(key, f"at most {LONGEST_SCHEMA} characters", text)
     return text

@@ -1,4 +1,4 @@
-"""Sends requests to servers at their times and notes when each token comes, over plain sockets on one event loop."""
+"""Load client: sends requests to servers at planned times over plain sockets, and notes when the answers come."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from urllib.parse import urlsplit
 from meshwright.spec.deployment import PREFIX_BLOCK, TimedRequest
 
 CHUNK_BYTES = 1 << 16
+"""Most bytes of one read from a socket."""
 
 
 @dataclass
 class MeasuredRequest:
-    """A request with the times of its events, in seconds since the start of the test; infinite before an event."""
+    """A request and the times of its events. Times are seconds since the start of the test, infinite until the event."""
 
     request: TimedRequest
     server: int
+    # `server` is the index in `LoadTest.urls`; `error` is empty if the request succeeded.
     sent: float = float("inf")
     first_token: float = float("inf")
     end: float = float("inf")
@@ -29,32 +31,35 @@ class MeasuredRequest:
 
     @property
     def ttft(self) -> float:
-        """Seconds from the request's arrival to its first token."""
+        """Time to first token: seconds from the request's planned arrival to its first token."""
         return self.first_token - self.request.arrival_seconds
 
     @property
     def tpot(self) -> float:
-        """Mean seconds of a token after the first; 0 with one token."""
+        """Time per output token: mean seconds between tokens after the first; 0 for an answer of one token."""
         tokens = self.request.output_tokens
         return (self.end - self.first_token) / (tokens - 1) if tokens > 1 else 0.0
 
 
 @dataclass
 class LoadTest:
-    """A replay of requests against the servers at `urls`, which all serve the same model."""
+    """Sends planned requests to the servers at `urls`, which all serve the same model with `vocab_size` tokens."""
 
     urls: Sequence[str]
     vocab_size: int
     key: str | None = None
     """API key of the servers."""
     name: str = ""
-    """Tests of different names have different prompts: none finds those of an earlier test in the prefix cache."""
+    """Name of the test; it changes the random prompts, so that no test hits the prefix cache entries of another."""
     measured: list[MeasuredRequest] = field(default_factory=list)
     occupancy: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
-    """(seconds from the begin, watched server, its gauges)."""
+    """Samples of the watched servers: (seconds since the start, index of the server, its gauges by name)."""
 
     async def run(self, requests: Sequence[TimedRequest], watched: Sequence[str] = (), every: float = 0.25) -> None:
-        """Send the requests and wait for their ends; note the gauges of the servers at `watched` meanwhile."""
+        """Send the requests and wait for all answers.
+
+        `watched` are the URLs of servers whose gauges are read every `every` seconds meanwhile.
+        """
         begin = time.perf_counter()
         running = [0] * len(self.urls)
         watching = asyncio.ensure_future(self._watch(watched, begin, every))
@@ -64,11 +69,15 @@ class LoadTest:
             )
         finally:
             watching.cancel()
-            await asyncio.wait([watching])  # with a server that has ended it has failed, which the requests show
+            await asyncio.wait([watching])  # it fails if a server has ended; the requests report that failure
             if not watching.cancelled():
                 watching.exception()
 
     async def _send(self, number: int, request: TimedRequest, running: list[int], begin: float) -> None:
+        """Wait for a request's arrival time, and send it to the server with the fewest running requests.
+
+        An error is recorded in the entry, whose times become infinite.
+        """
         await asyncio.sleep(max(0.0, begin + request.arrival_seconds - time.perf_counter()))
         server = min(range(len(running)), key=running.__getitem__)
         entry = MeasuredRequest(request, server)
@@ -85,7 +94,7 @@ class LoadTest:
             running[server] -= 1
 
     async def _stream(self, entry: MeasuredRequest, prompt: list[int], begin: float) -> None:
-        """Read a streamed answer. Raises OSError or ValueError if it is not whole."""
+        """Send a request and read its streamed answer. Raises OSError or ValueError if the answer is not complete."""
         fields = {"prompt": prompt, "max_tokens": entry.request.output_tokens, "temperature": 0, "ignore_eos": True}
         body = json.dumps({**fields, "stream": True}).encode()
         reader, writer = await self._open(self.urls[entry.server], "POST", "/v1/completions", body)
@@ -108,6 +117,7 @@ class LoadTest:
             writer.close()
 
     async def _watch(self, watched: Sequence[str], begin: float, every: float) -> None:
+        """Read the gauges of the watched servers repeatedly, until this task is cancelled."""
         while watched:
             for index, url in enumerate(watched):
                 gauges = await self._gauges(url)
@@ -115,7 +125,7 @@ class LoadTest:
             await asyncio.sleep(every)
 
     async def _gauges(self, url: str) -> dict[str, float]:
-        """Requests in the batch and in the queue, and the share of the cache that requests hold."""
+        """Return gauges of a server: `running` and `waiting` (numbers of requests) and `cache` (used share, 0 to 1)."""
         reader, writer = await self._open(url, "GET", "/metrics")
         try:
             text = (await reader.read(-1)).decode()
@@ -128,6 +138,7 @@ class LoadTest:
     async def _open(
         self, url: str, method: str, path: str, body: bytes = b""
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a server and send a request. Returns the streams from which the answer is read."""
         address = urlsplit(url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=CHUNK_BYTES)
         lines = [f"{method} {path} HTTP/1.1", f"host: {address.hostname}", "connection: close"]
@@ -138,7 +149,11 @@ class LoadTest:
 
 
 def prompt_tokens(number: int, request: TimedRequest, vocab_size: int, test: str = "") -> list[int]:
-    """The prompt of a request of a test: random token ids, those of its prefix blocks by the ids of the blocks."""
+    """Return the prompt of request `number` of a test: random token ids, the same in every run.
+
+    The tokens of a prefix block depend only on the block's id and the test. Requests with the same prefix blocks
+    therefore begin with the same tokens.
+    """
     tokens: list[int] = []
     for block in request.prefix_blocks:
         tokens += random.Random(f"{test} block {block}").choices(range(vocab_size), k=PREFIX_BLOCK)
@@ -148,6 +163,6 @@ def prompt_tokens(number: int, request: TimedRequest, vocab_size: int, test: str
 
 
 def failures(measured: Sequence[MeasuredRequest]) -> dict[str, Any]:
-    """Number of failed requests, and the message of the first."""
+    """Return the number of failed requests, and the message of the first failure."""
     failed = [entry for entry in measured if entry.error]
     return {"failed": len(failed), "first_error": failed[0].error if failed else None}

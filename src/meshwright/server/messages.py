@@ -1,23 +1,25 @@
-"""Messages between the HTTP process and the engine's process: JSON behind its length, over a Unix socket pair.
+"""Messages between the HTTP process and the engine's process, over a Unix socket pair.
 
-To the engine, each message has one of these keys:
+A message is its length (4 bytes, big-endian) and then a JSON object. The HTTP process sends one of these keys:
 
-- `submit`: requests with one prompt: `{ids, tokens, new_tokens, sampling, stop_ids, grammar, priority, salt}`,
-  `tokens` as in `packed_ids.py`
-- `abort`: ids of requests
-- `pause`: whether steps stop
+- `submit`: requests with one prompt: `{ids, tokens, new_tokens, sampling, stop_ids, grammar, priority, salt}`; `tokens`
+  is encoded as in `packed_ids.py`
+- `abort`: ids of requests that the engine ends
+- `pause`: true stops the engine's steps, false lets them go on
 - `load`: the folder with newer weights
 - `role`: new role of the engine
 
-From the engine:
+The engine's process sends one of these keys:
 
 - `ready`: context, vocabulary and sizes, once the model is loaded
-- `step`: `[id, tokens]` or `[id, tokens, details]` for each request with news; `figures` as `EngineFigures`. `details` has those keys of
-  `DETAILS` that have a value, and `prompt_logprobs` as `PromptLogprobs.packed`
-- `transfers`: `TransferFigures`, when they have changed
-- `refused`: ids of requests that could not be queued; `error` is the reason, `code` one of `errors.FAILURES`, or none for a wrong value
-- `loaded`: the answer to `load`; `error` is none if it succeeded
-- `failed`: why the engine cannot continue; `code` is an exit code
+- `step`: after a step, `[id, tokens]` or `[id, tokens, details]` for each request with news, and `figures`, the fields
+  of `EngineFigures`. `details` is an object with the keys of `DETAILS` that have a value. It may also have
+  `prompt_logprobs`, packed by `PromptLogprobs.packed`, and from a reward model `score`
+- `transfers`: the fields of `TransferFigures`, when they have changed
+- `refused`: ids of requests that could not be queued. `error` is the reason; `code` is a key of `errors.FAILURES`, or
+  none if a value of the request was wrong
+- `loaded`: the answer to `load`; `error` is none if loading succeeded
+- `failed`: why the engine cannot continue; `code` is the exit code of the server
 """
 
 from __future__ import annotations
@@ -35,14 +37,18 @@ DETAILS: Mapping[str, type] = {
     "stop_token": int,
     "cached_tokens": int,
 }
-"""Details of an update beside its tokens that other engines also send, with the types of JSON; fields of `News`."""
+"""Details of a step's news, with their JSON types. They are fields of `News`.
+
+Engines also exchange these: an engine that computes a prompt for another one sends the first tokens with their details.
+"""
 _LENGTH = struct.Struct("!I")
+"""The length before each message: an unsigned integer of 4 bytes, big-endian."""
 MOST_BYTES = 256 << 20
-"""Longest message."""
+"""Most bytes of one message."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """The bytes of a message. Raises ValueError if it is too long, or has a number that JSON does not have."""
+    """Return a message as bytes. Raises ValueError if it is too long or has NaN or infinity, which JSON does not have."""
     content = json.dumps(message, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(content) > MOST_BYTES:
         raise ValueError(f"a message of {len(content)} bytes; expected at most {MOST_BYTES}")
@@ -50,13 +56,16 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 class ServerMessageReader:
-    """Splits bytes as they arrive into messages."""
+    """Splits received bytes into messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def add(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that these bytes complete. Raises ValueError for a length that no message has."""
+        """Add received bytes and return the messages that are now complete.
+
+        Raises ValueError for a length that is too large.
+        """
         waiting = self._bytes
         start = 0
         messages = []

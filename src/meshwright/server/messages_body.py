@@ -1,4 +1,4 @@
-"""Answers of /v1/messages in Anthropic's form, whole and as events."""
+"""Writes answers of /v1/messages in Anthropic's format, as one body or as events."""
 
 from __future__ import annotations
 
@@ -13,35 +13,45 @@ from meshwright.server.text_request import CheckedTextRequest
 from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs, text_as_json
 
 _DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+"""Type of the delta event, and key of its text, by the kind of part."""
 _OPENINGS = {
     "text": '{"type":"text","text":""}',
     "reasoning": '{"type":"thinking","thinking":"","signature":""}',
 }
+"""The block with which a part begins, as JSON, by the kind of part."""
 
 
 class MessagesBody:
-    """One answer of /v1/messages."""
+    """Writes one answer of /v1/messages. A part of the answer (text, reasoning or tool call) is a content block."""
 
     logprobs: type[CompletionLogprobs | ChatLogprobs] = ChatLogprobs
-    """Form of log probabilities; this API shows none."""
+    """Format of log probabilities. This API never shows them; the class is needed for the interface of all bodies."""
 
     def __init__(self, number: str, created: int, model: str, request: CheckedTextRequest) -> None:
+        """`number` makes the answer's id unique.
+
+        `created` (Unix time) is not shown by this API. `model` is the model's name.
+        """
         self._base = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": model}
         self._index = -1
-        """Number of the newest block."""
+        """Index of the newest block; -1 before the first."""
         self._open = ""
-        """Kind of the block that has begun and not ended."""
+        """Kind of the block that has begun and not ended (`text` or `reasoning`); empty if none is open."""
         self._delta = ""
-        """The beginning of an event with a piece of that block."""
+        """The constant beginning of a delta event of the open block; the text and the closing braces follow."""
         self._stop: tuple[str, str | None] = ("end_turn", None)
+        """`stop_reason` and `stop_sequence` of the answer."""
 
     def first(self, index: int, tokens: Mapping[str, Any]) -> bytes:
-        """The event that begins the message."""
+        """Return the event that begins the message.
+
+        `index` is always 0, and `tokens` is the usage object so far (`bodies.usage`).
+        """
         message = {**self._base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(tokens)}
         return _event("message_start", f'"message":{json.dumps(message)}').encode("ascii")
 
     def event(self, index: int, piece: TextPiece, tokens: Mapping[str, Any] | None = None) -> bytes:
-        """The events with a piece of the answer."""
+        """Return the events for the next part of the answer."""
         if (text := piece.goes_on(self._open)) is not None:
             return f"{self._delta}{text_as_json(text)}}}}}\n\n".encode("ascii")
         events = []
@@ -63,18 +73,18 @@ class MessagesBody:
         return "".join(events).encode("ascii")
 
     def last(self, tokens: Mapping[str, Any]) -> bytes:
-        """The reason of the end, and the numbers of tokens."""
+        """Return the final events, with the stop reason and the usage."""
         reason, sequence = self._stop
         delta = json.dumps({"stop_reason": reason, "stop_sequence": sequence})
         usage = json.dumps(_usage(tokens))
         return (_event("message_delta", f'"delta":{delta},"usage":{usage}') + _event("message_stop")).encode("ascii")
 
     def failure(self, error: RequestError) -> bytes:
-        """The error as the last event."""
+        """Return an error as the last event."""
         return failure_event(error, MESSAGES_PATH)
 
     def whole(self, texts: Sequence[TextPiece], tokens: Mapping[str, Any]) -> bytes:
-        """The whole message."""
+        """Return the whole message as JSON. `texts` has exactly one sequence; `tokens` is the usage object (`bodies.usage`)."""
         (piece,) = texts
         reason, sequence = _stop(piece)
         content = [_block(part) for part in piece.all_parts]
@@ -82,20 +92,21 @@ class MessagesBody:
         return json.dumps({**self._base, "content": content, **ends}).encode("ascii")
 
     def _begin(self, kind: str, block: str) -> str:
-        """The events that end the last block and begin another."""
+        """Return the events that end the open block and begin a new one. `block` is the new block as JSON."""
         ending = self._end()
         self._index = self._index + 1
         self._open = kind
         return ending + _event("content_block_start", f'"index":{self._index},"content_block":{block}')
 
     def _end(self) -> str:
-        """The event that ends the last block, if one is open."""
+        """Return the event that ends the open block; an empty text if none is open."""
         if not self._open:
             return ""
         self._open = ""
         return _event("content_block_stop", f'"index":{self._index}')
 
     def _call(self, part: AnswerPart) -> str:
+        """Return the events of a tool call, which is a block of its own."""
         assert part.call is not None
         block = {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
         delta = json.dumps({"type": "input_json_delta", "partial_json": part.call.arguments})
@@ -108,6 +119,7 @@ def _event(name: str, members: str = "") -> str:
 
 
 def _block(part: AnswerPart) -> dict[str, Any]:
+    """Return a part of the answer as a content block."""
     if part.call is not None:
         called = {"id": part.call.id, "name": part.call.name, "input": json.loads(part.call.arguments)}
         return {"type": "tool_use", **called}
@@ -117,14 +129,14 @@ def _block(part: AnswerPart) -> dict[str, Any]:
 
 
 def _stop(piece: TextPiece) -> tuple[str, str | None]:
-    """Reason of an end and the stop string, as Anthropic's API names them."""
+    """Return `stop_reason` and `stop_sequence` in Anthropic's terms."""
     if piece.finish_reason == "stop" and isinstance(piece.stop_reason, str):
         return "stop_sequence", piece.stop_reason
     return {"length": "max_tokens", "tool_calls": "tool_use"}.get(piece.finish_reason or "", "end_turn"), None
 
 
 def _usage(tokens: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers of tokens; those of the prompt that came from the cache count apart."""
+    """Return Anthropic's usage object. `input_tokens` counts only prompt tokens that were not in the cache."""
     cached = tokens["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": tokens["prompt_tokens"] - cached,

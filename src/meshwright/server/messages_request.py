@@ -1,4 +1,4 @@
-"""Bodies of /v1/messages (Anthropic's API) as the keys of a chat."""
+"""Translates a request to /v1/messages (Anthropic's API) into a chat request."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields
 
 BILLING = "x-anthropic-billing-header:"
-"""Begins a text of Claude Code's system prompt that changes from turn to turn, and so would end the cached prefix."""
+"""Claude Code begins its system prompt with a line that starts so and differs in every turn.
+
+This line is removed, because no later token would be found in the prefix cache otherwise.
+"""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""OpenAI's `tool_choice` by Anthropic's."""
 
 
 def read_messages_body(fields: Fields) -> AgentFields:
-    """The body as the keys of a chat. Raises RequestError."""
+    """Return the body as the keys of a chat request. Raises RequestError for wrong values."""
     body = AgentFields(fields)
     body.copy("model", "temperature", "top_p", "top_k", "stream", "max_tokens", stop_sequences="stop")
     system = _system(body, fields.take("system"))
@@ -35,7 +39,7 @@ def read_messages_body(fields: Fields) -> AgentFields:
 
 
 def _system(body: AgentFields, value: object) -> str:
-    """The system prompt without the billing header."""
+    """Return the system prompt without the billing header; empty if there is none."""
     if value is None:
         return ""
     texts = [value] if isinstance(value, str) else _texts(body, value, "system")
@@ -47,7 +51,7 @@ def _system(body: AgentFields, value: object) -> str:
 
 
 def _texts(body: AgentFields, value: object, key: str) -> list[str]:
-    """The texts of a content of text blocks; others are ignored."""
+    """Return the texts of a list of content blocks. Images and documents are errors; other kinds of blocks are ignored."""
     texts = []
     for block, at in objects(value, key):
         if block.get("type") == "text":
@@ -62,7 +66,7 @@ def _texts(body: AgentFields, value: object, key: str) -> list[str]:
 
 
 def _messages(body: AgentFields, message: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """A message as messages of a chat: each result of a tool is one of its own."""
+    """Return one message as messages of a chat request. Each tool result becomes a message of its own."""
     role = message.get("role")
     content = message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -94,7 +98,7 @@ def _result(body: AgentFields, block: Mapping[str, Any], key: str) -> dict[str, 
 
 
 def _assistant(body: AgentFields, content: object, key: str) -> dict[str, Any]:
-    """An answer of the model: its text, reasoning and calls."""
+    """Return an assistant message with its text, reasoning and tool calls."""
     texts = list[str]()
     thoughts = list[str]()
     calls = list[dict[str, Any]]()
@@ -114,7 +118,7 @@ def _assistant(body: AgentFields, content: object, key: str) -> dict[str, Any]:
 
 
 def _tools(body: AgentFields) -> None:
-    """The tools that are functions of the client, and which of them must be called."""
+    """Copy the client's tools and `tool_choice` into the chat request. Tools that Anthropic's servers run are ignored."""
     fields = body.fields
     tools = []
     for tool, key in objects(fields.take("tools") or [], "tools"):
@@ -139,7 +143,7 @@ def _tools(body: AgentFields) -> None:
 
 
 def _thinking(body: AgentFields) -> None:
-    """Whether the model reasons, and how much."""
+    """Translate `thinking` and `output_config`: whether the model reasons, how much, and the format of its answer."""
     fields = body.fields
     thinking = fields.section("thinking")
     output = fields.section("output_config")
@@ -154,7 +158,7 @@ def _thinking(body: AgentFields) -> None:
 
 
 def _format(section: Fields | None) -> dict[str, Any]:
-    """The grammar of a text in JSON."""
+    """Return the chat key that forces the answer to follow a JSON schema; nothing without a section."""
     if section is None:
         return {}
     section.text("type", "json_schema", ("json_schema",))
@@ -165,5 +169,5 @@ def _format(section: Fields | None) -> dict[str, Any]:
 
 
 def counted(prompt_tokens: int) -> bytes:
-    """The answer of /v1/messages/count_tokens."""
+    """Return the answer of /v1/messages/count_tokens."""
     return json.dumps({"input_tokens": prompt_tokens}).encode("ascii")

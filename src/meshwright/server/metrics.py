@@ -1,4 +1,4 @@
-"""The metrics of the HTTP server. Names are those of vLLM behind the prefix `meshwright:`, so that dashboards carry over."""
+"""The metrics of the HTTP server. Names are vLLM's with the prefix `meshwright:`, so that vLLM's dashboards can be reused."""
 
 from __future__ import annotations
 
@@ -10,25 +10,31 @@ from meshwright.serve.figures import EngineFigures
 from meshwright.server.transfers import TransferFigures
 
 PREFIX = "meshwright:"
+"""Beginning of the names of all metrics."""
 _SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5, 5)
+"""Bounds of histograms of the time between tokens, in seconds."""
 _LONG = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+"""Bounds of the histogram of the time to the first token, in seconds."""
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+"""Bounds of histograms of the time of whole requests, in seconds."""
 _TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
+"""Bounds of histograms of numbers of tokens: 1, 2, 5, 10, … 500,000."""
 
 
 class ServerMetrics:
-    """Counters and times of requests and tokens; times are those of the HTTP process, in seconds."""
+    """Counters and histograms of requests and tokens. Times are in seconds and measured in the HTTP process."""
 
     def __init__(self, model: str) -> None:
+        """`model` is the model's name in the API, which every metric has as a label."""
         self._labels = {"model_name": model}
         self.prompt_tokens = self.generation_tokens = self.rejected = self.not_finite = 0
         self._ended: Counter[str] = Counter()
         self.task_failures: Counter[str] = Counter()
-        """Failures of tasks that run beside requests, by task."""
+        """Failures of background tasks, by the task's name."""
         self.ignored: Counter[str] = Counter()
-        """What requests of agents had that is ignored, by the labels of `agent_fields.IGNORED`."""
+        """Ignored things in requests of agents, by the labels of `agent_fields.IGNORED`."""
         self.own_answers: Mapping[str, int] = {}
-        """How often a prompt began with an earlier one, by whether the answer to it followed (`own_answers.py`)."""
+        """How often a prompt contained an earlier prompt, by what followed it (see `OwnAnswers.results`)."""
         self._first_token = _histogram("time_to_first_token_seconds", "Time from a request to its first token.", _LONG)
         self._between = _histogram("inter_token_latency_seconds", "Time between tokens of a text.", _SHORT)
         self._per_token = _histogram(
@@ -47,7 +53,7 @@ class ServerMetrics:
         self._first_token.observe(seconds)
 
     def count_tokens(self, seconds: float, tokens: int) -> None:
-        """Count further tokens of a text, that came `seconds` after those before them."""
+        """Count `tokens` further tokens of a sequence, which came together `seconds` after the token before them."""
         self._between.observe(seconds / tokens, tokens)
 
     def count_step(self, tokens: int) -> None:
@@ -56,7 +62,11 @@ class ServerMetrics:
         self._steps.observe(tokens)
 
     def count_request(self, reason: str, prompt: int, tokens: int, decoding: float, seconds: float) -> None:
-        """Count a text that has ended; `decoding` is the time from its first token to its last."""
+        """Count a sequence that has ended.
+
+        `reason` is its finish reason, `prompt` and `tokens` are its prompt and generated tokens. `decoding` is the time
+        from its first token to its last, `seconds` the time from the request to its end.
+        """
         self._ended[reason] += 1
         self.prompt_tokens += prompt
         self._prompts.observe(prompt)
@@ -67,7 +77,7 @@ class ServerMetrics:
             self._per_token.observe(decoding / (tokens - 1))
 
     def text(self, figures: EngineFigures, transfers: TransferFigures | None = None) -> str:
-        """All metrics in the text format of Prometheus; those of `transfers` only if there are any."""
+        """Return all metrics in Prometheus's text format. Metrics of exchanges with other engines need `transfers`."""
         gauges = {
             "num_requests_running": ("Requests in the batch.", figures.running),
             "num_requests_waiting": ("Requests in the queue.", figures.waiting),

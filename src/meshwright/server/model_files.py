@@ -1,4 +1,4 @@
-"""Files of a model's folder that the HTTP process reads: tokenizer, end tokens and chat template; no weights."""
+"""Reads the files of a model's folder that the HTTP process needs: tokenizer, end tokens and chat template, no weights."""
 
 from __future__ import annotations
 
@@ -32,37 +32,39 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Values of a generation_config.json that are defaults of requests."""
+"""Values of generation_config.json that become defaults of requests."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's tokenizer and what belongs to it."""
+    """A model's tokenizer, and the texts and tokens that belong to it."""
 
     tokenizer: Tokenizer
     tokenizer_file: Path
     text: TextFormat
-    """What begins and ends a text."""
+    """The tokens that begin and end a text."""
     chat_template: str | None
-    """Jinja source of the template of chats."""
+    """Jinja source of the chat template."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the template such as `bos_token`."""
+    """Special tokens that the template uses as variables, by variable: `{"bos_token": "<s>"}`."""
     reach: TokenReach | None = None
-    """Most text that a token stands for; None: it has no limit."""
+    """Most text that one token can stand for; None if there is no limit or it is unknown."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of requests: fields of `SamplingOptions`."""
     tool_template: str | None = None
-    """Jinja source of the template of chats with tools, if it is another."""
+    """Jinja source of the template for chats with tools, if there is a separate one."""
     answer_marks: str = ""
-    """Texts that begin and end reasoning and calls, if the tokenizer's `response_template` says them."""
+    """Marks that begin and end reasoning and calls, one per line, from the tokenizer's `response_template`; empty
+    without one.
+    """
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text, ascending."""
+        """Ids of the tokens that end a text, ascending."""
         return self.text.stop_ids
 
     def pack(self) -> tuple[dict[str, Any], bytes]:
-        """Return all of it for another process: values of JSON, and the content of a tokenizer.json."""
+        """Return everything as JSON values and the content of a tokenizer.json, to send it to another process."""
         values = {
             "tokenizer_file": str(self.tokenizer_file),
             "text": self.text.to_plain(),
@@ -77,7 +79,7 @@ class ModelFiles:
 
     @classmethod
     def unpack(cls, values: Mapping[str, Any], content: bytes) -> ModelFiles:
-        """The files that `pack` has packed."""
+        """Return what `pack` has packed."""
         from tokenizers import Tokenizer
 
         return cls(
@@ -94,10 +96,12 @@ class ModelFiles:
 
 
 def read_model_files(folder: Path, chat_template: Path | None = None, *, defaults: bool = True) -> ModelFiles:
-    """The files in a run's folder, a checkpoint's or a Hugging Face folder; `chat_template` replaces the folder's template.
+    """Read the files of `folder`: a run's folder, a checkpoint, or a Hugging Face folder.
 
-    `defaults`: whether sampling values of the folder's generation_config.json are defaults of requests. Raises BadInput without a
-    tokenizer.json, or if one of the files cannot be used.
+    `chat_template` is a file that replaces the folder's template. `defaults` says whether the sampling values of
+    generation_config.json become defaults of requests.
+
+    Raises BadInput if there is no tokenizer.json or a file cannot be used.
     """
     file = tokenizer_file(folder)
     if file is None:
@@ -122,9 +126,10 @@ def read_model_files(folder: Path, chat_template: Path | None = None, *, default
 
 
 def check_same_texts(folder: Path, text: TextFormat) -> None:
-    """Raise BadInput if `folder` has another tokenizer than the server, whose format is `text`, or other ends of a text.
+    """Raise BadInput if `folder` does not fit the running server, whose text format is `text`.
 
-    A folder without a tokenizer and without a record has nothing to compare.
+    It does not fit if it has another tokenizer or other tokens that end a text. A folder that records neither has
+    nothing to compare, and fits.
     """
     other = known_text_format(folder)
     if other is None:
@@ -138,7 +143,11 @@ def check_same_texts(folder: Path, text: TextFormat) -> None:
 
 
 def _answer_marks(template: object) -> str:
-    """The texts that begin and end a field of an answer, by transformers' `response_template`; patterns without their backslashes."""
+    """Return the marks that begin and end the fields of an answer, one per line.
+
+    They come from `response_template` in tokenizer_config.json (transformers). Patterns lose their backslashes: `\\[`
+    is `[`.
+    """
     fields = template.get("fields") if isinstance(template, dict) else None
     found: list[str] = []
     parts = fields.values() if isinstance(fields, dict) else ()
@@ -151,12 +160,12 @@ def _answer_marks(template: object) -> str:
 
 
 def _default_sampling(file: Path) -> dict[str, Any]:
-    """The sampling values of a generation_config.json that differ from the usual defaults.
+    """Return the sampling values of a generation_config.json that differ from this server's defaults.
 
-    Raises BadInput for a value out of range. As in vLLM, `do_sample` does not count.
+    The file's `do_sample` is ignored, as in vLLM. Raises BadInput for a value out of range.
     """
     values = read_object(file)
-    if values.get("top_k") == -1:  # another spelling of 0
+    if values.get("top_k") == -1:  # means no limit, as 0 does
         del values["top_k"]
     given: dict[str, Any] = {key: values[key] for key in _SAMPLING if values.get(key) is not None}
     for key, value in given.items():

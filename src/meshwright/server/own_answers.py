@@ -1,8 +1,11 @@
-"""The server's own answers in later prompts: they keep the tokens that the model has drawn.
+"""Gives the server's own answers the tokens that the model generated, when they come back in a later prompt.
 
-A conversation comes back as text. Encoded again, an answer may get other tokens than the model has drawn, and then no cached block behind
-the first difference fits. If a prompt begins with an earlier one, and its next bytes are those of the answer to it, it gets that answer's
-tokens. What is kept of a prompt is its digest.
+A client sends a conversation back as text. Encoding that text may give other tokens than the model had generated, and
+then no cached block after the first difference can be used. Example: the model generated "un" + "happy", and the
+tokenizer encodes "unhappy" as one token.
+
+So the server keeps its newest answers. If a new prompt begins with an earlier prompt, and the text after it is that
+prompt's answer, the answer's tokens replace the encoded ones. Only a digest of the earlier prompt is kept.
 """
 
 from __future__ import annotations
@@ -17,36 +20,46 @@ from xxhash import xxh3_128
 from meshwright.data.token_bytes import TokenBytes
 
 BLOCK = 256
-"""Tokens between two looks for an earlier prompt."""
+"""Tokens in a block. Earlier prompts are looked up by the digest of their whole blocks."""
 MOST_TOKENS = 1 << 20
-"""Tokens of all answers that are kept; the oldest go first."""
+"""Most tokens of all kept answers together; the oldest answers are dropped first."""
 MOST_OF_BLOCK = 32
-"""Answers to prompts whose whole blocks are the same."""
+"""Most kept answers to prompts with the same whole blocks."""
 
 
 class _Answer(NamedTuple):
-    """An answer, and the prompt that it belongs to."""
+    """An answer, and the length and digest of its prompt."""
 
     prompt_tokens: int
+    """Number of tokens of the prompt."""
     digest: bytes
     """Digest of the whole prompt."""
     tokens: array[int]
+    """Token ids of the answer."""
 
 
 class OwnAnswers:
-    """The newest answers, by the whole blocks of their prompts."""
+    """The newest answers, by the digest of their prompts' whole blocks."""
 
     def __init__(self, tokens: TokenBytes) -> None:
-        """Without a form of `tokens` the bytes of a token depend on those around it, and nothing is kept."""
+        """`tokens` gives the bytes of each token.
+
+        If it has no `form`, the bytes of a token depend on its neighbours, and then nothing is kept.
+        """
         self._tokens = tokens
         self._answers: OrderedDict[bytes, list[_Answer]] = OrderedDict()
+        """Answers by the digest of their prompts' whole blocks. The key that was used last is the last one."""
         self._size = 0
+        """Number of tokens of all kept answers."""
         self.results: Counter[str] = Counter()
-        """How often a prompt began with an earlier one, by what came behind it: `same`, the answer's tokens anyway; `taken`, its text in
-        other tokens; `other_text`, another text."""
+        """How often a prompt began with an earlier prompt, by what followed it.
+
+        `same`: the answer, already encoded as its own tokens; `taken`: the answer in other tokens, which were replaced;
+        `other_text`: another text.
+        """
 
     def keep(self, prompt: Sequence[int], answer: Sequence[int], salt: str) -> None:
-        """Keep an answer. Only prompts of equal salt get its tokens."""
+        """Keep the tokens of `answer` to `prompt`. Only prompts with the same `salt` can get them."""
         if self._tokens.form is None or not answer:
             return
         ids = array("I", prompt)
@@ -57,6 +70,7 @@ class OwnAnswers:
         hasher.update(ids[whole:].tobytes())
         found = self._answers.setdefault(key, [])
         if len(found) >= MOST_OF_BLOCK:
+            # The list is sorted: the answer to the shortest prompt makes room.
             self._size -= len(found.pop(0).tokens)
         found.append(_Answer(len(ids), hasher.digest(), array("I", answer)))
         found.sort(key=lambda kept: kept.prompt_tokens)
@@ -66,7 +80,10 @@ class OwnAnswers:
             self._size -= sum(len(kept.tokens) for kept in self._answers.popitem(last=False)[1])
 
     def replaced(self, prompt: Sequence[int], salt: str) -> Sequence[int]:
-        """The prompt, with the tokens of the answers that it has."""
+        """Return the prompt's token ids.
+
+        Where it contains kept answers, their encoded tokens are replaced by the generated ones.
+        """
         if not self._answers:
             return prompt
         ids = array("I", prompt)
@@ -74,6 +91,7 @@ class OwnAnswers:
         changed = False
         hasher = xxh3_128(salt.encode())
         while True:
+            # Earlier prompts that end inside the next block have the digest of all blocks so far as their key.
             for kept in self._answers.get(hasher.digest(), ()):
                 end = self._end(ids, at, hasher, kept)
                 if end is None:
@@ -90,7 +108,10 @@ class OwnAnswers:
             at += BLOCK
 
     def _end(self, ids: array[int], at: int, hasher: Any, kept: _Answer) -> int | None:
-        """Where an answer's text ends in a prompt; None if it is not in it. `hasher` has the tokens before `at`."""
+        """Return the index in `ids` where the text of `kept` ends; None if `ids` do not contain its prompt and answer.
+
+        `hasher` is the digest of the tokens before index `at`.
+        """
         prompt = hasher.copy()
         prompt.update(ids[at : kept.prompt_tokens].tobytes())
         if len(ids) <= kept.prompt_tokens or prompt.digest() != kept.digest:
@@ -104,7 +125,7 @@ class OwnAnswers:
             length += len(content[ids[end]])
             end += 1
         there = ids[kept.prompt_tokens : end]
-        # A special token is never taken for the text that spells it, nor the other way.
+        # A special token is never treated as the ordinary text that spells it, nor the other way round.
         same_special = [id for id in there if id in special] == [id for id in kept.tokens if id in special]
         if b"".join([content[token] for token in there]) == text and same_special:
             return end

@@ -6,6 +6,9 @@ import gc
 
 
 def keep_loaded() -> None:
-    """Exclude all current objects from garbage collection: scanning those of large packages takes as long as several steps."""
+    """Exclude all current objects from garbage collection.
+
+    The imported packages have so many objects that scanning them takes as long as several engine steps.
+    """
     gc.collect()
     gc.freeze()

@@ -1,6 +1,7 @@
-"""Log probabilities of a request's prompts as JSON, in OpenAI's form (`echo` with `logprobs`) and in vLLM's (`prompt_logprobs`).
+"""Log probabilities of prompts as JSON: in OpenAI's format (`echo` with `logprobs`) and in vLLM's (`prompt_logprobs`).
 
-A prompt may have 100,000 tokens: they are written some at a time, and the other requests have their turn between.
+A prompt may have 100,000 tokens. Its entries are written in portions, and the event loop serves other requests between
+two portions.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from meshwright.serve.text import text_stream
 from meshwright.server.token_logprobs import NO_ENTRY, CompletionEntry, completion_entry, number_as_json, text_as_json
 
 ENTRIES_AT_ONCE = 2048
-"""Log probabilities that are written in one turn of the event loop, about 2 ms."""
+"""Entries that are written before the event loop gets a turn; that takes about 2 ms."""
 
 
 class PromptOutput:
-    """The log probabilities of one prompt."""
+    """Collects the log probabilities of one prompt, and writes them."""
 
     def __init__(self, prompt: Sequence[int], tokens: TokenBytes) -> None:
         self._prompt = prompt
@@ -26,23 +27,25 @@ class PromptOutput:
         self._logprobs = PromptLogprobs.empty()
 
     def add(self, packed: Sequence[str]) -> None:
-        """Add those of the next tokens, as the engine sends them."""
+        """Add the log probabilities of the next prompt tokens, packed by `PromptLogprobs.packed`."""
         self._logprobs.extend(PromptLogprobs.unpack(packed))
 
     @property
     def complete(self) -> bool:
-        """Whether all have come; the first token has none."""
+        """Whether the log probabilities of all tokens but the first, which has none, have come."""
         return self._logprobs.tokens == len(self._prompt) - 1
 
     async def echoed(self, most: int, echo: str) -> list[CompletionEntry]:
-        """Entries of all tokens for OpenAI's form; `echo` is the prompt's text in the answer.
+        """Return the entries of all tokens in OpenAI's format, each with at most `most` alternatives.
 
-        Tokens that the server has put before a text, as one that begins every text, are not in the echo and have offset 0.
+        `echo` is the prompt's text in the answer. It lacks tokens that the server put before the text, such as `<s>`.
+        The entries of those tokens have offset 0.
         """
         stream = text_stream((), self._tokens, special=True)
         name = self._tokens.name
         texts = [stream.add_one(token)[0] for token in self._prompt]
         texts[-1] += stream.finish()
+        # Number of characters at the beginning that the echo does not show.
         hidden = sum(map(len, texts)) - len(echo)
         entries = [NO_ENTRY._replace(text=text_as_json(texts[0]))]
         end = len(texts[0])
@@ -53,7 +56,11 @@ class PromptOutput:
         return entries
 
     async def listed(self, most: int) -> str:
-        """The list of vLLM's form: for each token an object with its own id and the likeliest ones, null for the first."""
+        """Return the JSON list of vLLM's format, with one element for each token.
+
+        The element of the first token is null. The others are objects with the token itself and its `most` likeliest
+        alternatives.
+        """
         entries = ["null"]
         async for token in self._each():
             own = self._prompt[len(entries)]
@@ -68,7 +75,7 @@ class PromptOutput:
         return f'"{id}":{{"logprob":{number_as_json(value)},"rank":{rank},"decoded_token":{text}}}'
 
     async def _each(self) -> AsyncIterator[PromptToken]:
-        """The log probabilities of each token; the event loop has a turn after some."""
+        """Yield the log probabilities of each token. The event loop gets a turn every `ENTRIES_AT_ONCE` entries."""
         entries = 0
         for token in self._logprobs.each():
             yield token

@@ -1,4 +1,4 @@
-"""Whole answers, and the bodies of requests."""
+"""Answers that are sent as one body, and reading the bodies of requests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ if TYPE_CHECKING:
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 PIECE_BYTES = 1 << 20
-"""Longest part of an answer that is sent in one turn of the event loop."""
+"""Most bytes of an answer that are sent before the event loop gets a turn."""
 BODY_SECONDS = 30.0
-"""Longest time that a client may take to send a body."""
+"""Seconds that a client has to send a body."""
 
 
 MOST_ID_BYTES = 128
+"""Most bytes of a client's request id."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MOST_ID_BYTES)
+"""A request id that is safe to log: visible ASCII characters."""
 
 
 class ContentResponse:
-    """A whole answer, as an ASGI application."""
+    """ASGI application that sends one answer with known content."""
 
     def __init__(self, status: int, content: bytes | memoryview, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         self.status = status
@@ -39,40 +41,42 @@ class ContentResponse:
         while len(content) > PIECE_BYTES:
             await send({"type": "http.response.body", "body": bytes(content[:PIECE_BYTES]), "more_body": True})
             content = memoryview(content)[PIECE_BYTES:]
-            await asyncio.sleep(0)  # the other requests have their turn
+            await asyncio.sleep(0)  # let the event loop serve other requests
         await send({"type": "http.response.body", "body": bytes(content)})
 
 
 def json_response(value: Mapping[str, Any], status: int = 200) -> ContentResponse:
-    """An answer in JSON."""
+    """Return an answer with a JSON object."""
     return ContentResponse(status, json.dumps(value, allow_nan=False).encode("ascii"), JSON_HEADERS)
 
 
 def error_response(error: RequestError, path: str) -> ContentResponse:
-    """An error in the form of the API to which a path belongs."""
+    """Return an error as an answer, in the format of the API to which `path` belongs."""
     return ContentResponse(error.status, content_of(error, path), [*JSON_HEADERS, *error.headers])
 
 
 def kept_request_id(value: bytes) -> str | None:
-    """A client's `x-request-id`, if it can be logged as it is: visible ASCII characters, not too many; else None."""
+    """Return a client's `x-request-id` if it is safe to log: 1 to 128 visible ASCII characters. Return None otherwise."""
     return value.decode("ascii") if _REQUEST_ID.fullmatch(value) else None
 
 
 def shown_path(path: str) -> str:
-    """A client's path in the log."""
+    """Return a client's path as the log shows it: escaped, and at most 100 characters."""
     return path.encode("unicode_escape").decode("ascii")[:100]
 
 
 async def client_left(receive: Receive) -> None:
-    """Wait until the client closes the connection; its body has been read."""
+    """Wait until the client closes the connection. Call it after the request's body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The body of a request, JSON of at most `most` bytes.
+    """Read the body of a request, at most `most` bytes.
 
-    Raises RequestError. Another content type is refused: a page of another site may send those without asking first.
+    Raises RequestError if it is longer, takes longer than `BODY_SECONDS`, or its content type is not application/json.
+    A browser lets pages of other sites send other content types without asking the server first; that is why they are
+    refused.
     """
     from starlette.requests import ClientDisconnect
 

@@ -1,4 +1,7 @@
-"""Reads requests: a body's bytes become checked fields and token ids, or the answer. No torch, HTTP or engine."""
+"""Turns request bodies into checked requests with token ids, or directly into answers.
+
+This module needs no torch, HTTP or engine.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 EFFORT = "reasoning_effort"
-"""Key of a chat that is a variable of some templates."""
+"""Chat key for the reasoning effort. Some templates have a variable of this name."""
 SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which other templates let a model reason or not: any effort but "none" does."""
+"""Variables with which other templates switch reasoning on and off. The effort "none" sets them to false, any other to true."""
 
 
 class RequestReader:
@@ -57,8 +60,10 @@ class RequestReader:
         context: int,
         vocab: int,
     ) -> None:
-        """`model` is the name in the API. `template` is the result of `chat_template`, compiled once for several readers; None without a
-        template. `context` is the most tokens of prompt and answer together; token ids are below `vocab`.
+        """`model`: the model's name in the API.
+        `template`: result of `chat_template`, compiled once and shared by several readers; None if the model has none.
+        `context`: most tokens of prompt and answer together.
+        `vocab`: token ids are below this number.
         """
         self._files = files
         self._template = template
@@ -71,14 +76,14 @@ class RequestReader:
 
     @cached_property
     def _spelled(self) -> SpelledTokens:
-        """Keeps special tokens that messages spell as text."""
+        """Encodes prompts so that text in a message that looks like a special token does not become one."""
         return SpelledTokens(self._tokenizer, self._files.special_tokens.values())
 
     def completion(self, body: bytes) -> CheckedTextRequest:
-        """The request of a body of /v1/completions."""
+        """Return the checked request of a body of /v1/completions."""
         fields = parse_object(body)
         limits = self._limits
-        # The key is an integer here; some clients send false, the default of chats, which counts as absent.
+        # The key is a number in this API. Some clients send false, the default of the chat API; it counts as absent.
         given = fields.take("logprobs") is not False
         logprobs = fields.integer("logprobs", 0, limits.spec.max_logprobs, None) if given else None
         echo = fields.flag("echo")
@@ -96,13 +101,14 @@ class RequestReader:
         return request
 
     def chat(self, body: bytes) -> CheckedTextRequest:
-        """The request of a body of /v1/chat/completions."""
+        """Return the checked request of a body of /v1/chat/completions."""
         return self._chat(parse_object(body))
 
     def _chat(self, fields: Fields, *, of_agent: bool = False, fits: bool = True) -> CheckedTextRequest:
-        """The request of a chat, whose keys are those of /v1/chat/completions.
+        """Return the checked request of a chat request.
 
-        `of_agent`: an effort of reasoning that the template does not know is ignored. Without `fits` the prompt may be too long.
+        `of_agent`: the request was translated from another API; a reasoning effort that the template does not know is
+        then ignored instead of refused. `fits`: raise RequestError if the prompt leaves no room for a new token.
         """
         limits = self._limits
         template = self._chat_template()
@@ -128,24 +134,27 @@ class RequestReader:
         return request
 
     def responses(self, body: bytes) -> CheckedTextRequest:
-        """The request of a body of /v1/responses."""
+        """Return the checked request of a body of /v1/responses."""
         return self._of_agent(found := read_responses_body(parse_object(body)), shown_request(found))
 
     def messages(self, body: bytes) -> CheckedTextRequest:
-        """The request of a body of /v1/messages."""
+        """Return the checked request of a body of /v1/messages."""
         return self._of_agent(read_messages_body(parse_object(body)))
 
     def count_tokens(self, body: bytes) -> bytes:
-        """The answer to a body of /v1/messages/count_tokens."""
+        """Return the answer to a body of /v1/messages/count_tokens. The prompt may be longer than the context."""
         return counted(self._of_agent(read_messages_body(parse_object(body)), fits=False).prompt_tokens)
 
     def _of_agent(
         self, body: AgentFields, shown: Mapping[str, Any] | None = None, *, fits: bool = True
     ) -> CheckedTextRequest:
-        """The request of an agent's body; `shown` is what the answer repeats of it. Without `fits` the prompt may be too long."""
+        """Return the checked request of an agent's request.
+
+        `shown` are keys that the answer repeats. Without `fits`, the prompt may be longer than the context.
+        """
         most = self._limits.spec.max_new_tokens
         if most is not None and isinstance(given := body.chat.get("max_tokens"), int) and given > most:
-            body.chat["max_tokens"] = most  # agents ask for a fixed number
+            body.chat["max_tokens"] = most  # no error: agents always ask for the same large number
         try:
             request = self._chat(Fields(body.chat), of_agent=True, fits=fits)
         except RequestError as error:
@@ -156,17 +165,17 @@ class RequestReader:
         return request
 
     def score(self, body: bytes) -> CheckedTextRequest:
-        """The texts of a body of /score."""
+        """Return the checked request of a body of /score, whose sequences get scores instead of new tokens."""
         encode = partial(self._ids, special=True)
         return read_score_request(parse_object(body), self._limits, encode, self._whole_chat)
 
     def _whole_chat(self, messages: object, tools: Any, variables: Any) -> list[int]:
-        """The tokens of a chat as the template writes it, to its end."""
+        """Return the tokens of a whole chat, without the beginning of another answer."""
         write = partial(self._chat_template().render, add_generation_prompt=False)
         return self._spelled.encode(self._spelled.write(write, read_messages(messages), tools, variables))
 
     def tokenize(self, body: bytes) -> bytes:
-        """The answer to a body of /tokenize: the tokens of its `prompt`, which is text, or of its `messages`."""
+        """Return the answer to a body of /tokenize: the token ids of its `prompt` (a text) or of its `messages`."""
         fields = parse_object(body)
         fields.ignore("model")
         special = fields.flag("add_special_tokens", True)
@@ -186,7 +195,7 @@ class RequestReader:
         return json.dumps(answer).encode("ascii")
 
     def detokenize(self, body: bytes) -> bytes:
-        """The answer to a body of /detokenize: the text of its tokens."""
+        """Return the answer to a body of /detokenize: the text of its `tokens`."""
         fields = parse_object(body)
         fields.ignore("model")
         tokens = token_ids(fields.take("tokens"), "tokens", self._limits.vocab)
@@ -194,16 +203,17 @@ class RequestReader:
         return json.dumps({"prompt": self._tokenizer.decode(tokens, skip_special_tokens=False)}).encode("ascii")
 
     def _chat_template(self) -> ServedChatTemplate:
-        """The template of chats. Raises RequestError without one."""
+        """Return the chat template. Raises RequestError if the model has none."""
         if self._template is None:
             message = "the model has no chat template; use /v1/completions, or start the server with --chat-template"
             raise RequestError(400, f"messages: {message}", param="messages")
         return self._template
 
     def _force_calls(self, request: CheckedTextRequest, tools: Tools) -> bool:
-        """Set the grammar of texts that must be calls; returns whether it is in the model's notation, else it is an array.
+        """Set the grammar of a request whose answer must be tool calls; nothing happens for other requests.
 
-        Raises RequestError if the request has a grammar of its own.
+        Returns whether the grammar is in the model's own notation of calls. If false, and calls are forced, the grammar
+        is a JSON array of calls. Raises RequestError if the request also has a grammar of its own.
         """
         if tools.forced is None:
             return False
@@ -220,14 +230,20 @@ class RequestReader:
 
     @cached_property
     def _special(self) -> Mapping[str, int]:
-        """Ids of the special tokens."""
+        """Ids of the special tokens, by their text."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: id for id, token in added.items() if token.special}
 
     def _output(
         self, request: CheckedTextRequest, tools: Tools, prompt: str, *, in_notation: bool
     ) -> OutputFormat | None:
-        """How the answers to a prompt are read. A grammar begins behind reasoning that the prompt has begun."""
+        """Return how to read the answers to a prompt: which notation has calls and reasoning.
+
+        None: all text is content.
+
+        If the prompt has already opened the reasoning, this also changes the request's grammar: it then applies to the
+        text after the reasoning.
+        """
         forced = tools.forced is not None
         marks = self._reasoning_marks
         if forced and not in_notation:
@@ -255,7 +271,10 @@ class RequestReader:
         )
 
     def _listed(self, value: object) -> list[Any]:
-        """The prompts of a body: `value` is text, a list of texts, token ids, or a list of lists of them."""
+        """Return the prompts of a body as a list.
+
+        `value` is a text, a list of texts, token ids, or a list of lists of token ids.
+        """
         if isinstance(value, str):
             value = [value]
         if not isinstance(value, list) or not value:
@@ -268,20 +287,21 @@ class RequestReader:
         return value
 
     def _prompt(self, prompt: Any, *, special: bool) -> list[int]:
-        """Token ids of a prompt, which is text or such ids."""
+        """Return the token ids of one prompt, which is a text or a list of token ids. Raises RequestError if it is too long."""
         if isinstance(prompt, str):
             self._check_length(checked_text(prompt, "prompt"), "prompt")
             return self._ids(prompt, special=special)
         return token_ids(prompt, "prompt", self._limits.vocab)
 
     def _text(self, prompt: Any) -> str:
-        """A prompt's own text."""
+        """Return a prompt as text."""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _check_length(self, text: str, key: str) -> None:
-        """Raise RequestError for a text that leaves no room for one new token, before it is encoded.
+        """Raise RequestError for a text that is certainly too long, without encoding it.
 
-        It takes a lower bound of the number of tokens, where the tokenizer has one.
+        If `TokenReach` is known, it gives a lower bound for the number of tokens. The text is too long if this bound
+        leaves no room in the context for one new token.
         """
         reach = self._files.reach
         context = self._limits.context
@@ -289,13 +309,13 @@ class RequestReader:
             raise too_long(f"at least {least}", context, key)
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
-        """The token ids of a text, with `special` behind those that begin every text."""
+        """Return the token ids of a text. With `special`, the tokens that begin every text come first."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return self._files.text.begun(ids) if special else ids
 
 
 def chat_template(spec: ServeSpec, files: ModelFiles) -> ServedChatTemplate | None:
-    """The compiled template of chats; None without one. Raises BadInput for a template that cannot be used."""
+    """Return the compiled chat template; None if the model has none. Raises BadInput for a template that cannot be used."""
     if files.chat_template is None:
         return None
     with nullcontext() if spec.chat_template is None else attach_key("chat_template"):
@@ -305,11 +325,12 @@ def chat_template(spec: ServeSpec, files: ModelFiles) -> ServedChatTemplate | No
 def _prompt_writer(
     fields: Fields, template: ServedChatTemplate, tools: Tools, spelled: SpelledTokens, *, limited: bool = False
 ) -> Callable[[], ChatText]:
-    """Read the keys of a chat that its prompt depends on; returns a function that renders the prompt.
+    """Read the keys of a chat request that its prompt depends on, and return a function that renders the prompt.
 
-    `limited`: a grammar limits the text, which then has no room for reasoning, so that it is switched off unless asked for.
+    Rendering is expensive, so the caller checks all other keys before it calls that function.
 
-    Rendering is the expensive part, so the caller checks the other keys first.
+    `limited`: a grammar limits the answer and leaves no room for reasoning. Reasoning is then switched off, unless the
+    request asks for it.
     """
     messages = read_messages(fields.take("messages"))
     continued = fields.flag("continue_final_message")
@@ -331,7 +352,10 @@ def _prompt_writer(
 
 
 def _notation(spec: ServeSpec, described: str) -> NotationName | None:
-    """The notation of reasoning and calls by the settings, or by the chat template and what else describes answers."""
+    """Return the notation of reasoning and calls: the one in the settings, or the one that fits `described`.
+
+    `described` is the source of the chat template, followed by the model's marks (`ModelFiles.answer_marks`).
+    """
     if spec.notation != "auto":
         return None if spec.notation == "none" else spec.notation
     return template_notation(described)

@@ -1,48 +1,55 @@
-"""Finds the end of an HTTP/1.1 answer in its bytes as they pass, without changing or keeping them."""
+"""Finds where an HTTP/1.1 answer ends while its bytes pass through the router. It does not change or keep the bytes."""
 
 from __future__ import annotations
 
 MOST_HEAD_BYTES = 64 << 10
+"""Most bytes of an answer's head."""
 _LONGEST_SIZE_LINE = 1024
+"""Most bytes of the line with a chunk's size."""
 _WITHOUT_CONTENT = (204, 304)
+"""Statuses of answers that never have a body."""
 
 
 class BadAnswer(Exception):
-    """Bytes that are no HTTP/1.1 answer."""
+    """The bytes are not an HTTP/1.1 answer."""
 
 
 class ResponseFrames:
-    """Follows one answer, with the interim ones (1xx) before it."""
+    """Follows the bytes of one answer, and of interim answers (status 1xx) before it."""
 
     def __init__(self, method: bytes = b"GET") -> None:
-        """`method` is that of the request: HEAD is answered without content."""
+        """`method` is the request's method. The answer to HEAD has no body."""
         self._method = method
         self.status = 0
-        """The status, once the head is complete."""
+        """The status; 0 until the head is complete."""
         self.complete = self.chunked = False
-        """Whether the answer has ended; whether its body comes in chunks, as streams do."""
+        """`complete`: whether the answer has ended. `chunked`: whether its body comes in chunks, as streams do."""
         self.keeps_open = False
-        """Whether the connection can be used again after it."""
+        """Whether the server can be sent another request on this connection after the answer."""
         self.head = b""
-        """Received part of the head; empty once the head is complete."""
+        """The part of the head that has been received; empty once the head is complete."""
         self._left = 0
-        """Bytes of the body or chunk, with the end of its line, that are still to come; -1: all until the connection ends."""
+        """Bytes of the body, or of the current chunk and its line end, that are still to come.
+
+        -1: the body has no length and ends when the connection does.
+        """
         self._line = b""
-        """The beginning of a chunk's first line."""
+        """The received part of a chunk's size line."""
         self._trailer = False
+        """Whether the last chunk has been received, and only the trailer is missing."""
 
     @property
     def ends_with_connection(self) -> bool:
-        """Whether nothing but the end of the connection ends the body."""
+        """Whether the body ends only when the server closes the connection."""
         return bool(self.status) and not self.chunked and self._left < 0
 
     @property
     def between_chunks(self) -> bool:
-        """Whether the received bytes end between two chunks."""
+        """Whether the bytes so far end at the border between two chunks."""
         return self.chunked and not (self._left or self._line or self._trailer)
 
     def add(self, data: bytes) -> None:
-        """Process the next bytes. Raises BadAnswer if they belong to no HTTP/1.1 answer, or follow its end."""
+        """Process the next bytes. Raises BadAnswer if they are not HTTP/1.1, or come after the end of the answer."""
         while not self.status:
             data = self._take_head(data)
             if not self.status and not data:
@@ -59,7 +66,10 @@ class ResponseFrames:
             self.complete = self._left == 0
 
     def _take_head(self, data: bytes) -> bytes:
-        """The bytes behind the head, once it is complete; `status` stays 0 after an interim answer."""
+        """Add bytes to the head, and return the bytes after it once it is complete.
+
+        After an interim answer `status` stays 0, and the returned bytes begin the next head.
+        """
         head = self.head + data
         end = head.find(b"\r\n\r\n")
         if end < 0:
@@ -95,6 +105,11 @@ class ResponseFrames:
         return head[end + 4 :]
 
     def _take_chunks(self, data: bytes) -> None:
+        """Follow the chunks in the received bytes.
+
+        A chunk is a line with its size in hexadecimal digits, its content, and a line break. A chunk of size 0 ends the
+        body. After it comes the trailer: lines of headers, and an empty line.
+        """
         position = 0
         size = len(data)
         while position < size:
@@ -123,6 +138,7 @@ class ResponseFrames:
             except ValueError:
                 raise BadAnswer("a chunk without its size") from None
             if length:
+                # The chunk, and the line break after it.
                 self._left = length + 2
             else:
                 self._trailer = True

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses in OpenAI's form, whole and as events."""
+"""Writes answers of /v1/responses in OpenAI's format, as one body or as events."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from meshwright.server.text_request import CheckedTextRequest
 from meshwright.server.token_logprobs import ChatLogprobs, CompletionLogprobs, text_as_json
 
 _NAMES = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
+"""Beginning of the names of a part's events, by the kind of part."""
 
 
 class ResponsesBody:
-    """One answer of /v1/responses."""
+    """Writes one answer of /v1/responses. A part of the answer (text, reasoning or tool call) is an output item."""
 
     logprobs: type[CompletionLogprobs | ChatLogprobs] = ChatLogprobs
-    """Form of log probabilities; this API shows none."""
+    """Format of log probabilities. This API never shows them; the class is needed for the interface of all bodies."""
 
     def __init__(self, number: str, created: int, model: str, request: CheckedTextRequest) -> None:
+        """`number` makes the answer's id unique.
+
+        `created` is its Unix time in seconds. `model` is the model's name in the API.
+        """
         self._number = number
         self._tool_names = request.tool_names
         self._base: dict[str, Any] = {
@@ -33,25 +38,32 @@ class ResponsesBody:
         }
         self._base |= {"error": None, "incomplete_details": None, **request.shown}
         self._sequence = 0
-        """Number of the next event."""
+        """`sequence_number` of the next event."""
         self._items: list[dict[str, Any]] = []
-        """The items that have ended."""
+        """The output items that are complete."""
         self._open = ""
-        """Kind of the item that has begun and not ended."""
+        """Kind of the item that has begun and not ended (`text` or `reasoning`); empty if none is open."""
         self._texts: list[str] = []
-        """The pieces of its text."""
+        """The text of the open item so far, in pieces."""
         self._delta = ("", "")
-        """What is before and behind the text in the event of a piece, without its number."""
+        """The constant beginning and end of a delta event of the open item.
+
+        The text is between them, the event's number after.
+        """
         self._reason = ""
+        """Finish reason of the answer."""
 
     def first(self, index: int, tokens: Mapping[str, Any]) -> bytes:
-        """The events that begin the answer."""
+        """Return the events that begin the answer.
+
+        `index` is always 0, and `tokens` is the usage object so far (`bodies.usage`).
+        """
         response = self._response("in_progress")
         names = ("response.created", "response.in_progress")
         return "".join([self._event(name, {"response": response}) for name in names]).encode("ascii")
 
     def event(self, index: int, piece: TextPiece, tokens: Mapping[str, Any] | None = None) -> bytes:
-        """The events with a piece of the answer."""
+        """Return the events for the next part of the answer."""
         if (text := piece.goes_on(self._open)) is not None:
             return self._piece(text).encode("ascii")
         events = []
@@ -68,7 +80,7 @@ class ResponsesBody:
         return "".join(events).encode("ascii")
 
     def _piece(self, text: str) -> str:
-        """The event with a piece of the open item."""
+        """Return the event with further text of the open item."""
         self._texts.append(text)
         head, tail = self._delta
         event = f"{head}{text_as_json(text)}{tail}{self._sequence}}}\n\n"
@@ -76,18 +88,21 @@ class ResponsesBody:
         return event
 
     def last(self, tokens: Mapping[str, Any]) -> bytes:
-        """The event with the whole answer."""
+        """Return the event with the complete answer."""
         response = self._ended(self._items, self._reason, tokens)
         return self._event(f"response.{response['status']}", {"response": response}).encode("ascii")
 
     def failure(self, error: RequestError) -> bytes:
-        """The event that ends a failed answer."""
+        """Return the event that ends a failed answer."""
         response = self._response("failed")
         response["error"] = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", {"response": response}).encode("ascii")
 
     def whole(self, texts: Sequence[TextPiece], tokens: Mapping[str, Any]) -> bytes:
-        """The whole answer."""
+        """Return the complete answer as JSON.
+
+        `texts` has exactly one sequence; `tokens` is the usage object (`bodies.usage`).
+        """
         (piece,) = texts
         items = [
             self._call_item(part.call, index) if part.call is not None else self._text_item(part, index)
@@ -99,7 +114,7 @@ class ResponsesBody:
         return {**self._base, "status": status, "output": [*self._items], "usage": None}
 
     def _ended(self, items: Sequence[Any], reason: str, tokens: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer after its end."""
+        """Return the answer object of a complete answer. The finish reason `length` makes its status `incomplete`."""
         response = {**self._response("completed"), "output": [*items], "usage": _usage(tokens)}
         if reason == "length":
             response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
@@ -111,11 +126,11 @@ class ResponsesBody:
         return f"event: {name}\ndata: {content}\n\n"
 
     def _id(self, kind: str, index: int) -> str:
-        """The id of an item."""
+        """Return the id of item `index`."""
         return f"{ {'text': 'msg', 'reasoning': 'rs', 'call': 'fc'}[kind] }_{self._number}_{index}"
 
     def _begin(self, part: AnswerPart) -> str:
-        """The events that end the last item and begin one with text or reasoning."""
+        """Return the events that end the open item and begin an item with text or reasoning."""
         events = [self._end()]
         self._open = part.kind
         index = len(self._items)
@@ -132,7 +147,7 @@ class ResponsesBody:
         return "".join(events)
 
     def _end(self) -> str:
-        """The events that end the last item, if one is open."""
+        """Return the events that end the open item; an empty text if none is open."""
         if not self._open:
             return ""
         kind = self._open
@@ -154,7 +169,7 @@ class ResponsesBody:
         )
 
     def _call(self, call: ToolCall) -> str:
-        """The events of a call."""
+        """Return the events of a tool call: its item, its arguments and its end."""
         events = [self._end()]
         index = len(self._items)
         item = self._call_item(call, index)
@@ -175,7 +190,7 @@ class ResponsesBody:
         return "".join(events)
 
     def _call_item(self, call: ToolCall, index: int) -> dict[str, Any]:
-        """A call, with its tool named as the client does."""
+        """Return the output item of a tool call, with the client's name of the tool."""
         tool = self._tool_names.get(call.name, {"type": "function", "name": call.name, "namespace": ""})
         item = {"id": self._id("call", index), "call_id": call.id, "name": tool["name"], "status": "completed"}
         if tool["namespace"]:
@@ -185,7 +200,7 @@ class ResponsesBody:
         return {"type": "function_call", **item, "arguments": call.arguments}
 
     def _text_item(self, part: AnswerPart, index: int) -> dict[str, Any]:
-        """A message or reasoning with its text."""
+        """Return the output item of a text (a message) or of reasoning."""
         id = self._id(part.kind, index)
         if part.kind == "reasoning":
             content: list[Any] = [{"type": "reasoning_text", "text": part.text}]
@@ -195,7 +210,7 @@ class ResponsesBody:
 
 
 def _usage(tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of tokens."""
+    """Return the usage object in the format of this API."""
     return {
         "input_tokens": tokens["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": tokens["prompt_tokens_details"]["cached_tokens"]},

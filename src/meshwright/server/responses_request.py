@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses (OpenAI's API, stateless) as the keys of a chat."""
+"""Translates a request to /v1/responses (OpenAI's API, without stored state) into a chat request."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields
 
 CUSTOM = "input"
-"""The parameter of a tool with free text (`custom`), which the model sees as a function with one text."""
+"""Parameter name for `custom` tools, whose input is free text. The model sees such a tool as a function with this parameter."""
 SEPARATOR = "__"
-"""Between namespace and name of a tool, as the model sees it."""
+"""Separates namespace and name in a tool name that the model sees: `files__read`."""
 _NOT_HERE = {
     "previous_response_id": "answers are not kept here; send the whole conversation as input",
     "conversation": "conversations are not kept here; send the whole conversation as input",
     "background": "answers are not kept here; leave it out",
     "prompt": "there are no stored prompts here; send instructions and input",
 }
+"""Keys for features that this server does not have, with the error's reason."""
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+"""Types of content parts with text."""
 
 
 def read_responses_body(fields: Fields) -> AgentFields:
-    """The body as the keys of a chat. Raises RequestError."""
+    """Return the body as the keys of a chat request. Raises RequestError for wrong values."""
     body = AgentFields(fields)
     body.refuse(_NOT_HERE)
     body.copy("model", "temperature", "top_p", "stream", "parallel_tool_calls", max_output_tokens="max_tokens")
@@ -43,7 +45,10 @@ def read_responses_body(fields: Fields) -> AgentFields:
 
 
 def _messages(body: AgentFields, value: object) -> list[dict[str, Any]]:
-    """The messages of the input; what follows one another of one answer of the model is one message."""
+    """Return the messages of the input.
+
+    One answer of the model may be several items in a row: reasoning, text and calls. They become one assistant message.
+    """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     messages: list[dict[str, Any]] = []
@@ -74,7 +79,11 @@ def _messages(body: AgentFields, value: object) -> list[dict[str, Any]]:
 
 
 def _answer(messages: list[dict[str, Any]], *, begins: bool = False) -> dict[str, Any]:
-    """The answer of the model to which an item belongs: the last message, or a new one. Reasoning begins an answer."""
+    """Return the assistant message to which an item belongs: the last message, or a new one.
+
+    With `begins`, the item is reasoning. Reasoning comes first in an answer, so a new message begins if the last one
+    already has text or calls.
+    """
     last = messages[-1] if messages else {}
     used = begins and bool(last.get("content") or last.get("tool_calls"))
     if last.get("role") != "assistant" or used:
@@ -83,6 +92,7 @@ def _answer(messages: list[dict[str, Any]], *, begins: bool = False) -> dict[str
 
 
 def _message(item: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a message item as a message of a chat request. `key` is its path in the body, for errors."""
     role = item.get("role")
     content = item.get("content")
     if role not in ("user", "assistant", "system", "developer"):
@@ -91,7 +101,7 @@ def _message(item: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _text(content: object, key: str) -> str:
-    """The text of a list of parts."""
+    """Return the text of a list of content parts. Raises RequestError for other parts."""
     texts = []
     for part, at in objects(content, key):
         kind = part.get("type")
@@ -102,11 +112,12 @@ def _text(content: object, key: str) -> str:
 
 
 def _reasoning(item: Mapping[str, Any], key: str) -> str:
-    """The reasoning that an earlier answer had; encrypted reasoning is another server's."""
+    """Return the text of a reasoning item. Encrypted reasoning is left out: only the server that wrote it can read it."""
     return _text(item.get("content") or [], f"{key}.content")
 
 
 def _call(item: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an item with a call as a tool call of a chat request. A tool in a namespace is named NAMESPACE__NAME."""
     name = text_of(item, "name", key)
     if item.get("namespace") is not None:
         name = text_of(item, "namespace", key) + SEPARATOR + name
@@ -118,7 +129,11 @@ def _call(item: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _tools(body: AgentFields) -> None:
-    """The tools that are functions or texts of the client; those of a namespace get its name before theirs."""
+    """Copy the client's tools into the chat request.
+
+    A tool in a namespace is named NAMESPACE__NAME for the model. Kinds of tools other than functions and `custom` ones
+    are ignored.
+    """
     tools: list[dict[str, Any]] = []
     for tool, key in objects(body.fields.take("tools") or [], "tools"):
         if tool.get("type") == "namespace":
@@ -138,6 +153,12 @@ def _add_tool(
     tools: list[dict[str, Any]],
     namespace: str = "",
 ) -> None:
+    """Append one tool to `tools` as a function.
+
+    A `custom` tool becomes a function with one text, the parameter `CUSTOM`.
+
+    The client's name of a `custom` tool, or of a tool in a namespace, is remembered in `body.tool_names`.
+    """
     kind = tool.get("type", "function" if namespace else None)
     if kind not in ("function", "custom"):
         body.ignore("another_tool")
@@ -157,7 +178,7 @@ def _add_tool(
 
 
 def _choice(body: AgentFields) -> None:
-    """Which tools must be called."""
+    """Translate `tool_choice`: whether, and which, tools must be called."""
     choice = body.fields.take("tool_choice")
     if isinstance(choice, dict):
         kind = choice.get("type")
@@ -174,7 +195,7 @@ def _choice(body: AgentFields) -> None:
 
 
 def _format(body: AgentFields) -> None:
-    """The grammar of the text."""
+    """Translate `text.format`: the grammar of the answer's text."""
     section = body.fields.section("text")
     described = None if section is None else section.section("format")
     if described is None:
@@ -190,7 +211,7 @@ def _format(body: AgentFields) -> None:
 
 
 def shown_request(body: AgentFields) -> dict[str, Any]:
-    """What the answer repeats of the request."""
+    """Return the keys of the request that the answer repeats."""
     chat = body.chat
     return {
         "instructions": None,

@@ -1,4 +1,4 @@
-"""Runs the router: listening socket, health of the servers, signals, and the end."""
+"""Runs the router: its listening socket, health checks of the servers, signals, and shutdown."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ from meshwright.spec.route import RouteSpec
 from meshwright.spec.secrets import API_KEY, hide_arguments, key_setting
 
 BACKLOG = 1024
+"""Connections that may wait to be accepted."""
 
 
 def run_router(spec: RouteSpec, say: Callable[[str], None]) -> None:
-    """Pass requests on until SIGTERM or Ctrl-C; `say` receives the address. Raises BadInput for wrong settings."""
+    """Route requests to servers until SIGTERM or Ctrl-C.
+
+    `say` is called with a line that has the router's address. Raises BadInput for wrong settings.
+    """
     raise_file_limit()
     hide_arguments([spec.api_key])
     spec = replace(spec, api_key=key_setting("api_key", spec.api_key, API_KEY))
@@ -45,7 +49,11 @@ def _check_urls(urls: Sequence[str]) -> None:
 
 
 async def route(router: Router, end: socket.socket, say: Callable[[str], None]) -> None:
-    """Pass on the requests that come to a listening socket, until a signal; a second one ends those that run."""
+    """Route the requests that arrive at the listening socket `end`, until a signal comes.
+
+    After the first signal, requests that are being answered may finish, for at most `drain_seconds`. A second signal
+    ends them at once.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     stop_now = asyncio.Event()

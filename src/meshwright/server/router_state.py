@@ -1,4 +1,4 @@
-"""State of a router that its connections share, and the paths that it answers itself."""
+"""The state that all connections of a router share, and the paths that the router answers itself."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from meshwright.server.router import ClientConnection
 
 PREFIX = "meshwright_router:"
+"""Beginning of the names of all metrics."""
 OWN_PATHS = (b"/health", b"/metrics")
+"""Paths that the router answers itself."""
 RETRY_SECONDS = 1
+"""`retry-after` of answers while the router stops."""
 _FIRST_BYTE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+"""Bounds of the histogram, in seconds."""
 
 
 class Router:
-    """State that all client connections share: settings, servers and figures."""
+    """Settings, servers and figures of a router."""
 
     def __init__(self, spec: RouteSpec, instances: Instances) -> None:
         self.spec = spec
@@ -33,27 +37,32 @@ class Router:
         self._key = None if spec.api_key is None else spec.api_key.encode()
         self.clients: ConnectionTable[ClientConnection] = ConnectionTable(ROUTE)
         self.unread: dict[ClientConnection, float] = {}
-        """Clients that must read their answer first, and since when; the longest first."""
+        """Clients whose answers wait because they do not read them, with the time since when; the longest-waiting
+        client first.
+        """
         self.draining = False
-        """Whether new requests are refused."""
+        """Whether new requests are refused because the router stops."""
         self.statuses: Counter[int] = Counter()
+        """Answers by HTTP status."""
         self.task_failures: Counter[str] = Counter()
-        """Failures of tasks that run beside requests, by task."""
+        """Failures of background tasks, by the task's name."""
         self.numbers = itertools.count(1)
-        """Ids of requests whose client gives none."""
+        """Request ids for requests whose client gives none."""
         self.retries = self.broken = 0
-        """Requests that were sent to another server; answers that ended early."""
+        """`retries`: requests that were sent to another server. `broken`: answers that ended too early."""
         self.first_byte = Histogram(f"{PREFIX}first_byte_seconds", "Time from a request to its answer.", _FIRST_BYTE)
 
     @property
     def unfinished(self) -> int:
-        """Requests that are not answered to the end."""
+        """Number of requests that have not been answered completely."""
         return sum(client.request is not None for client in self.clients)
 
     def drop_unread(self, before: float) -> bool:
-        """Disconnect the client that has read nothing of its answer for longest, since `before`; whether there was one.
+        """Disconnect the client that has read nothing of its answer for the longest time, if that began before
+        `before`.
 
-        Clients that never read would else keep the places of all servers for as long as each may be idle.
+        `before` is a time of the event loop. Returns whether a client was disconnected. Without this, clients that
+        never read could occupy all places of the servers, each for as long as a connection may be idle.
         """
         client = next(
             (each for each, since in self.unread.items() if since <= before and each.server is not None), None
@@ -63,7 +72,7 @@ class Router:
         return client is not None
 
     def admit(self, request: RoutedRequest) -> None:
-        """Raise RequestError for a request whose body is not to be read."""
+        """Raise RequestError if the request can be refused by its head, before its body is read."""
         if request.path != b"/health":
             self.check(request)
         if request.path not in OWN_PATHS:
@@ -74,14 +83,14 @@ class Router:
             raise RequestError(413, "the path takes no body")
 
     def check(self, request: RoutedRequest) -> None:
-        """Raise RequestError for a request that is not taken."""
+        """Raise RequestError if the request has a wrong key, or if the router is stopping."""
         if self._key is not None and not hmac.compare_digest(request.key, self._key):
             raise RequestError(401, "expected the header Authorization: Bearer KEY with the server's key")
         if self.draining:
             raise RequestError(503, "the router is stopping", code="draining", retry_after=RETRY_SECONDS)
 
     def own_answer(self, request: RoutedRequest) -> tuple[int, bytes, bytes] | None:
-        """Status, content type and content of a path that the router answers itself."""
+        """Return status, content type and body for a path of `OWN_PATHS`; None for other paths."""
         if request.path == b"/health":
             ready = bool(self.instances.usable) and not self.draining
             return (
@@ -94,7 +103,7 @@ class Router:
         return None
 
     def metrics(self) -> str:
-        """All metrics in the text format of Prometheus."""
+        """Return all metrics in Prometheus's text format."""
         servers = [({"server": each.name, "role": each.role}, each) for each in self.instances.all.values()]
         statuses: list[tuple[dict[str, str], float]] = [
             ({"status": str(status)}, n) for status, n in self.statuses.items()

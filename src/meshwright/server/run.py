@@ -1,4 +1,4 @@
-"""Runs the HTTP server: the engine's process, the listening sockets, signals, and the end."""
+"""Runs the HTTP server: the engine's processes, the listening sockets, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from meshwright.server.endpoints import Api
 
 FAILED_SECONDS = 2.0
-"""Time for which /health reports an engine that cannot continue, before the server ends."""
+"""Seconds for which /health still reports that the engine has failed, before the server ends."""
 LOADING_SECONDS = 10.0
-"""Time between two remarks while the engine loads the model."""
+"""Seconds between two lines that say that the engine is still loading."""
 TICKS_OF_SWEEP = 10
-"""Ticks of uvicorn, 0.1 s each, between two looks for connections that are late."""
+"""Ticks of uvicorn's loop (0.1 s each) between two checks for connections that have exceeded a time limit."""
 
 
 def run_server(
@@ -58,12 +58,13 @@ def run_server(
     *,
     absorb: bool = True,
 ) -> None:
-    """Serve the model in `folder` until SIGTERM or Ctrl-C; `say` receives the address once requests are taken.
+    """Serve the model in `folder` until SIGTERM or Ctrl-C.
 
-    `cluster` is this host, with as many devices as `spec.tensor` or `experts`; None: the engine runs on one device. `absorb`
-    is that of `EngineOptions`.
+    `say` is called with a line that has the server's address, once the server accepts requests. `cluster` is this host
+    with as many devices as the tensor ranks (`spec.tensor`) or the expert ranks (`experts.count`). Without it, the
+    engine runs on one device. `absorb` is the field of `EngineOptions`.
 
-    Raises BadInput for wrong settings, and the engine's error if it cannot continue.
+    Raises BadInput for wrong settings, and the engine's error if the engine cannot continue.
     """
     _check_packages()
     raise_file_limit()
@@ -71,7 +72,8 @@ def run_server(
     spec = with_keys(spec)
     hide_arguments(given)
     check_addresses(spec)
-    chosen = newest(folder) if spec.follow else None  # else the engine's process chooses, and reads every byte for it
+    # Without follow, the engine chooses the checkpoint and verifies every byte.
+    chosen = newest(folder) if spec.follow else None
     served = folder if chosen is None else chosen.path
     if tokenizer_file(folder) is None:
         raise no_tokenizer(folder)
@@ -87,13 +89,15 @@ def run_server(
         transfer=transfer_setup(spec),
     )
     with ExitStack() as opened:
-        # Before the engine's process, which takes seconds to start: a port in use is the most common mistake.
+        # The sockets come before the engine's process, which takes seconds to start: a port in use is the most common
+        # mistake.
         sockets = [opened.enter_context(listening_socket(spec.host, spec.port, "port"))]
         if spec.admin_port is not None:
             sockets.append(opened.enter_context(listening_socket(spec.host, spec.admin_port, "admin_port")))
         process = EngineProcess(setup)
         opened.callback(process.close)
-        from meshwright.server.endpoints import Api  # while the engine's process imports torch
+        # Imported late, so that the engine's process imports torch at the same time.
+        from meshwright.server.endpoints import Api
 
         template = None if spec.chat_template is None else Path(spec.chat_template)
         files = read_model_files(folder, template, defaults=spec.generation_config == "auto")
@@ -113,6 +117,12 @@ def run_server(
 
 
 class _Server:
+    """A running server, from the start of its processes to their end.
+
+    `sockets` has the socket of the API and, with an admin port, the admin socket. `folder` is the user's; `served` is
+    the checkpoint that the engine loads. With `follow`, `chosen` describes that checkpoint.
+    """
+
     def __init__(
         self,
         api: Api,
@@ -135,11 +145,12 @@ class _Server:
         self._stop_now = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until a signal, or until the engine cannot continue."""
+        """Serve until a signal comes or the engine fails. Then wait for running requests, and shut down."""
         from meshwright.server.app import admin_app, api_app
 
         spec = self._api.spec
         apps = [api_app(self._api, loopback=is_loopback(spec.host)), admin_app(self._api)]
+        # Without an admin port there is only the server of the API.
         servers = [uvicorn_server(*each) for each in zip(apps, (SERVE, ADMIN), strict=True)][: len(self._sockets)]
         await self._process.connect(self._client)
         if self._api.has_template:
@@ -170,7 +181,7 @@ class _Server:
         self._client.close()
 
     def _guard(self, name: str, work: Callable[[], Awaitable[object]], *, ends: bool = False) -> asyncio.Future[None]:
-        """Begin a task beside requests; `ends`: the server cannot go on without it."""
+        """Start a background task. With `ends`, the server fails if the task fails."""
         fatal = partial(self._client.fail, code=EXIT_INTERNAL) if ends else None
         return asyncio.ensure_future(guarded(name, work, self._client.metrics.task_failures, fatal=fatal))
 
@@ -180,7 +191,7 @@ class _Server:
         self._stop.set()
 
     async def _until_stopped(self) -> None:
-        """Wait for a signal, or until the engine cannot continue."""
+        """Wait for a signal, or until the engine fails. When the engine is ready, say so."""
         stop = asyncio.ensure_future(self._stop.wait())
         served = False
         while not stop.done():
@@ -204,7 +215,7 @@ class _Server:
         stop.cancel()
 
     async def _drain(self) -> None:
-        """Refuse new requests, and wait for those that run."""
+        """Refuse new requests, and wait until the running ones end, `drain_seconds` pass, or a second signal comes."""
         self._api.draining = True
         now = asyncio.ensure_future(self._stop_now.wait())
         with suppress(TimeoutError):
@@ -215,7 +226,7 @@ class _Server:
 
 
 def tell_defaults(sampling: Mapping[str, Any]) -> None:
-    """Say on stderr which sampling values of the model's folder are defaults of requests."""
+    """Print on stderr which sampling values of generation_config.json are defaults of requests."""
     if sampling:
         values = ", ".join(f"{key} {value}" for key, value in sampling.items())
         line = f"defaults of requests by generation_config.json: {values}; without: --generation-config none"
@@ -223,7 +234,7 @@ def tell_defaults(sampling: Mapping[str, Any]) -> None:
 
 
 async def tell_loading(client: EngineClient, name: str) -> None:
-    """Say on stderr, every `LOADING_SECONDS`, that the engine is still loading the model."""
+    """While the engine loads the model, print a line on stderr every `LOADING_SECONDS`."""
     began = time.monotonic()
     while client.ready is None:
         await asyncio.sleep(LOADING_SECONDS)
@@ -232,7 +243,7 @@ async def tell_loading(client: EngineClient, name: str) -> None:
 
 
 def transfer_setup(spec: ServeSpec) -> TransferSetup | None:
-    """Return the settings of exchanges with other engines; None if there are none."""
+    """Return the settings of exchanges with other engines; None if this engine exchanges nothing."""
     if not spec.exchanges:
         return None
     return TransferSetup(
@@ -246,7 +257,10 @@ def transfer_setup(spec: ServeSpec) -> TransferSetup | None:
 
 
 def uvicorn_server(app: ASGIApp, limits: ListenerLimits = SERVE) -> uvicorn.Server:
-    """A uvicorn server with limits that leaves signals to its caller, and no connection open when it ends."""
+    """Return a uvicorn server whose connections obey `limits`.
+
+    It does not handle signals; its caller does. When it ends, it closes all connections.
+    """
     import uvicorn
 
     from meshwright.server.limited_protocol import close_late, limited_protocol
@@ -254,6 +268,8 @@ def uvicorn_server(app: ASGIApp, limits: ListenerLimits = SERVE) -> uvicorn.Serv
     table: ConnectionTable[Any] = ConnectionTable(limits)
 
     class Server(uvicorn.Server):
+        """A uvicorn server that also closes connections which exceed a time limit or are left at shutdown."""
+
         def capture_signals(self) -> Any:
             return nullcontext()
 
@@ -264,7 +280,8 @@ def uvicorn_server(app: ASGIApp, limits: ListenerLimits = SERVE) -> uvicorn.Serv
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             await super().shutdown(sockets)
-            # Those accepted while the listening socket closed: nothing would answer or close them before the process ends.
+            # A connection accepted while the listening socket closed would get no answer, and stay open until the
+            # process ends.
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
             await asyncio.sleep(0)
@@ -293,7 +310,7 @@ def _check_packages() -> None:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return the event loops of uvloop, which are faster; None if it is not installed."""
+    """Return uvloop's event loop, which is faster than asyncio's; None if uvloop is not installed."""
     if find_spec("uvloop") is None:
         return None
     import uvloop
@@ -303,7 +320,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 @contextmanager
 def logging_on_stderr(requests: bool) -> Iterator[None]:
-    """Print the log of requests, and warnings of uvicorn, on stderr."""
+    """Print uvicorn's warnings on stderr, and with `requests` also the request log."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     loggers = [logging.getLogger("uvicorn.error")] + [logging.getLogger("meshwright.server")] * requests

@@ -1,4 +1,7 @@
-"""The engine's process of a reward model: scores texts by the messages of the HTTP process, one forward for those that wait."""
+"""The engine's process of a reward model: computes scores for sequences that the HTTP process sends.
+
+Sequences that wait are scored together in one forward pass, within the limits of a batch.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,13 @@ if TYPE_CHECKING:
     from meshwright.server.engine_setup import EngineSetup
 
 USED = ("sequences", "step_tokens", "context")
-"""Settings of an engine that scores have too: texts and tokens of a forward at most, and tokens of a text."""
+"""Settings of `EngineSettings` that a reward model uses: most sequences and most tokens in a batch, and most tokens in
+a sequence.
+"""
 
 
 def has_score(folder: Path) -> bool:
-    """Whether the model in a folder is a reward model. Raises BadInput and Damaged."""
+    """Whether the model in a folder is a reward model. Raises BadInput if there is no model, Damaged if it is damaged."""
     from meshwright.checkpoint.models.stored_model import open_model
 
     with open_model(folder, contents=False) as stored:
@@ -34,7 +39,7 @@ def has_score(folder: Path) -> bool:
 
 
 def check_settings(setup: EngineSetup) -> None:
-    """Raise BadInput for a setting that scores have no use for."""
+    """Raise BadInput for a setting that has no effect on a reward model."""
     wrong = {field.name: field.default for field in fields(EngineSettings) if field.name not in USED}
     found = next((name for name, default in wrong.items() if setup.options[name] != default), None)
     others = {"speculate": setup.speculate, "draft_model": setup.draft_model, "role": setup.transfer}
@@ -44,7 +49,12 @@ def check_settings(setup: EngineSetup) -> None:
 
 
 def open_setup(setup: EngineSetup, weights: Chosen | None) -> RewardScorer:
-    """The scorer on one device, a GPU if there is one. Raises BadInput for settings that it has no use for."""
+    """Return the scorer, on a GPU if there is one.
+
+    `weights` is the checkpoint to load; None: the model in `setup.folder`.
+
+    Raises BadInput for settings that have no effect on a reward model.
+    """
     from meshwright.checkpoint.models.single_device import device_and_dtype
     from meshwright.serve.reward_scorer import open_scorer
 
@@ -55,20 +65,24 @@ def open_setup(setup: EngineSetup, weights: Chosen | None) -> RewardScorer:
 
 
 class ScoreLoop:
-    """Scores texts until the HTTP process closes the socket. Forwards that fail end their texts only."""
+    """Computes scores until the HTTP process closes the socket. A forward pass that fails ends only its own sequences."""
 
     def __init__(self, scorer: RewardScorer, connection: EngineConnection, options: dict[str, Any]) -> None:
+        """`options` has the fields of `EngineSettings` that are in `USED`."""
         self._scorer = scorer
         self._connection = connection
         self._most_texts = options["sequences"]
         self._most_tokens = options["step_tokens"]
         self._waiting: dict[int, list[int]] = {}
-        """The tokens of each text by its id, in order."""
+        """The tokens of each waiting sequence by its id, the longest-waiting first."""
         self._paused = False
         self._failed_steps = 0
 
     def run(self) -> None:
-        """Take messages and score what waits. Raises EngineLost if the device is unusable or forwards fail one after the other."""
+        """Receive messages and score the waiting sequences.
+
+        Raises EngineLost if the device cannot be used any more, or if `FAILED_STEPS` forward passes in a row fail.
+        """
         with suppress(EOFError, ConnectionError):
             while True:
                 for message in self._connection.receive(wait=not self._busy):
@@ -81,6 +95,7 @@ class ScoreLoop:
         return bool(self._waiting) and not self._paused
 
     def _take(self, message: dict[str, Any]) -> None:
+        """Handle one message of the HTTP process."""
         for key, value in message.items():
             if key == "submit":
                 self._waiting.update(dict.fromkeys(value["ids"], ids_of_text(value["tokens"])))
@@ -93,7 +108,7 @@ class ScoreLoop:
                 self._load(value)
 
     def _score_some(self) -> None:
-        """Score the texts that have waited longest, as many as a forward may have."""
+        """Score the sequences that have waited longest, as many as fit into one batch."""
         ids = list[int]()
         tokens = 0
         for id, text in self._waiting.items():
@@ -105,9 +120,9 @@ class ScoreLoop:
         try:
             entries = [_entry(id, score) for id, score in zip(ids, self._scorer.score(texts), strict=True)]
             self._failed_steps = 0
-        except ValueError as error:  # by what is scored
+        except ValueError as error:  # a sequence cannot be scored, for example because it is too long
             entries = _failed(ids, f"{error}", "request_failed")
-        except Exception as error:  # a forward that fails does not end the process
+        except Exception as error:  # the process goes on after a failed forward pass
             traceback.print_exc()
             message = f"{type(error).__name__}: {error}"
             self._failed_steps += 1
@@ -117,6 +132,7 @@ class ScoreLoop:
         self._connection.send({"step": entries, "figures": EngineFigures(waiting=len(self._waiting))})
 
     def _load(self, folder: str) -> None:
+        """Load newer weights, and tell the HTTP process whether that succeeded."""
         error = None
         try:
             self._scorer.load_weights(Path(folder))
@@ -126,7 +142,7 @@ class ScoreLoop:
 
 
 def _entry(id: int, score: float) -> list[Any]:
-    """The entry of a text in a message `step`."""
+    """Return the entry of a sequence in the message `step`."""
     if math.isfinite(score):
         return [id, [], {"reason": "stop", "score": score}]
     return _failed([id], str(NotFinite()), NotFinite.code)[0]
@@ -137,7 +153,7 @@ def _failed(ids: list[int], message: str, code: str) -> list[list[Any]]:
 
 
 def serve_scores(setup: EngineSetup, connection: EngineConnection, weights: Chosen | None) -> None:
-    """Report that the reward model is ready with `weights`, then run it until the HTTP process closes the socket."""
+    """Load the reward model, tell the HTTP process that it is ready, and run until that process closes the socket."""
     scorer = open_setup(setup, weights)
     longest = scorer.spec.max_seq_len
     if (context := setup.options["context"] or longest) > longest:

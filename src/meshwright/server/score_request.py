@@ -1,4 +1,4 @@
-"""Reads the body of POST /score: the texts that a reward model scores. No HTTP or engine."""
+"""Reads the body of POST /score: the sequences that a reward model scores. This module needs neither HTTP nor an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.server.text_request import WITHOUT_EFFECT, CheckedTextRequest, R
 from meshwright.server.tools import read_tools
 
 KEYS = ("input", "messages", "conversations")
-"""Keys of what is scored, of which a body has one."""
+"""Keys that give what is scored. A body must have exactly one of them."""
 
 
 def read_score_request(
@@ -20,9 +20,13 @@ def read_score_request(
     encode: Callable[[str], Sequence[int]],
     encode_chat: Callable[[object, Any, Any], Sequence[int]],
 ) -> CheckedTextRequest:
-    """The texts of a body: `input`, a text, its token ids or a list of either, or `messages`, or `conversations`, a list of such.
+    """Return the sequences of a body of /score as a checked request. Raises RequestError for wrong values.
 
-    `encode` has the tokens of a text, `encode_chat` those of messages with tools and variables of the template. Raises RequestError.
+    What is scored is in one of three keys: `input` is a text, a list of token ids, or a list of texts or lists of token
+    ids; `messages` is one conversation; `conversations` is a list of conversations.
+
+    `encode(text)` returns the tokens of a text. `encode_chat(messages, tools, variables)` returns the tokens of a
+    conversation, where `variables` are further variables of the chat template.
     """
     check_model(fields, limits)
     fields.ignore(*WITHOUT_EFFECT)
@@ -63,7 +67,7 @@ def read_score_request(
 
 
 def _listed(value: object) -> list[Any]:
-    """The texts of `input`, each as text or token ids."""
+    """Return the value of `input` as a list, whose elements are texts or lists of token ids."""
     values = (
         [value]
         if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
@@ -75,7 +79,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _ids(value: Any, limits: RequestLimits, encode: Callable[[str], Sequence[int]]) -> Sequence[int]:
-    """The tokens of a text, or checked token ids."""
+    """Return the tokens of one element of `input`. Raises RequestError for token ids outside the vocabulary."""
     if not isinstance(value, str):
         return token_ids(value, "input", limits.vocab)
     return encode(checked_text(value, "input"))

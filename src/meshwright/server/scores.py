@@ -1,4 +1,4 @@
-"""Answers POST /score: the scores of texts by a reward model."""
+"""Answers POST /score: the scores that a reward model gives to sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 async def scored(client: EngineClient, model: str, texts: CheckedTextRequest, request: Request) -> ContentResponse:
-    """The answer with the scores of the texts, in their order. If the client disconnects, the texts that are queued are left out."""
+    """Return the answer with the scores of `texts`, in their order.
+
+    If the client disconnects, sequences that are still queued are not scored.
+    """
     subscription = Subscription(whole=True)
     ids = list[int]()
     found = dict[int, float]()
@@ -38,7 +41,7 @@ async def scored(client: EngineClient, model: str, texts: CheckedTextRequest, re
 
 
 def _scores(news: Sequence[News]) -> Iterator[tuple[int, float]]:
-    """The scores in news of the engine by text. Raises RequestError if it failed a text, or the client has gone."""
+    """Yield (index, score) for each sequence in the news. Raises RequestError if one failed, or if the client disconnected."""
     if not news:
         raise RequestError(400, "the client has closed the connection")
     for item in news:

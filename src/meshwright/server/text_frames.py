@@ -1,11 +1,16 @@
-"""Messages between the HTTP process and a text process: JSON, and bytes beside it, over a Unix socket pair.
+"""Messages between the HTTP process and a text process, over a Unix socket pair.
 
-To the text process goes first `{setup, files}`, a `Setup` and `ModelFiles.pack`; it answers with an empty message once it has loaded them.
-Then come jobs: `{work, context, vocab}` beside a body. The answers, in the same order:
+A message is a JSON object and a payload of bytes, which may be empty.
 
-- `{"request": …}` and token ids: `TextRequest.pack`
+First the HTTP process sends `{setup, files}`: a `Setup`, and the result of `ModelFiles.pack`, whose bytes are the
+payload. The text process answers with an empty message when it has loaded them.
+
+Then the HTTP process sends jobs `{work, context, vocab}`, each with a request body as payload. The text process answers
+them in the same order, with one of:
+
+- `{"request": …}`, with token ids as payload: the result of `CheckedTextRequest.pack`
 - `{"error": {status, message, param, code}}`: a `RequestError`
-- `{}` beside the bytes of a whole answer
+- `{}`, with a whole answer as payload
 """
 
 from __future__ import annotations
@@ -16,30 +21,30 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _SIZES = struct.Struct("!IQ")
-"""Bytes of the JSON, and bytes beside it."""
+"""Beginning of a message: the number of bytes of the JSON, and of the payload."""
 
 
 class TextFrame(NamedTuple):
-    """Message with the bytes beside it."""
+    """A message with its payload."""
 
     message: dict[str, Any]
     payload: memoryview
 
 
 def frame_head(message: Mapping[str, Any], payload_bytes: int = 0) -> bytes:
-    """The bytes of a message; `payload_bytes` follow it."""
+    """Return the beginning of a message. The caller sends its `payload_bytes` bytes of payload afterwards."""
     content = json.dumps(message, separators=(",", ":")).encode("ascii")
     return _SIZES.pack(len(content), payload_bytes) + content
 
 
 class TextFrameReader:
-    """Splits bytes as they arrive into messages."""
+    """Splits received bytes into messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def add(self, data: bytes) -> list[TextFrame]:
-        """The messages that these bytes complete."""
+        """Add received bytes and return the messages that are now complete."""
         self._bytes += data
         frames = []
         while (frame := self._next()) is not None:
@@ -47,7 +52,10 @@ class TextFrameReader:
         return frames
 
     def _next(self) -> TextFrame | None:
-        """The first message, taken out of the bytes; its payload is not copied, since it may be as long as a body."""
+        """Remove the first message from the received bytes and return it; None if it is incomplete.
+
+        The payload is a view, not a copy, because it may be as long as a request body.
+        """
         content = self._bytes
         if len(content) < _SIZES.size:
             return None

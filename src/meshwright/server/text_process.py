@@ -1,7 +1,8 @@
-"""A text process: parses and tokenizes requests for the HTTP process, whose streams go on meanwhile.
+"""A text process: reads and tokenizes request bodies for the HTTP process, which goes on with its streams meanwhile.
 
-A long prompt, or a chat template with an endless loop, then blocks nobody else. The HTTP process starts it, gives it one job after the
-other, and kills it if a job takes too long. Everything it needs comes over its socket: it gets no keys and opens no file or connection.
+So a long prompt, or a chat template with an endless loop, does not delay other requests. The HTTP process starts a text
+process, gives it one job at a time, and kills it if a job takes too long. A text process gets everything over its
+socket: it has no keys and opens no files or connections.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from meshwright.spec.fields import from_plain
 from meshwright.spec.serve import ServeSpec
 
 Work = Callable[[RequestReader, bytes], CheckedTextRequest | bytes]
+"""A job's work: reads a body, and returns a checked request or directly the answer."""
 WORK: Mapping[str, Work] = {
     work.__name__: work
     for work in (
@@ -41,40 +43,41 @@ WORK: Mapping[str, Work] = {
         RequestReader.detokenize,
     )
 }
-"""Work that a text process can do with a body, by name."""
+"""All kinds of work, by the name that a job gives."""
 RENDERS: Sequence[Work] = [
     work for work in WORK.values() if work not in (RequestReader.completion, RequestReader.detokenize)
 ]
-"""Work that may render a chat template."""
+"""Kinds of work that may render a chat template."""
 LEAST_LIMIT_BYTES = 4 << 30
-"""Lower bound of a job's memory limit."""
+"""Smallest memory limit, in bytes."""
 LIMIT_PER_BODY_BYTE = 400
-"""Bytes of the memory limit for each byte of the longest body; a tokenizer takes about 200 for each byte of text."""
+"""The memory limit has this many bytes for each byte of the longest allowed body. Tokenizing takes about 200 of them."""
 _RECEIVE_BYTES = 1 << 20
+"""Most bytes of one read from the socket."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a text process."""
+    """What a text process needs to know."""
 
     spec: ServeSpec
     """Settings of the server, without keys."""
     model: str
     """Name of the model for clients."""
     nice: int
-    """Step by which the system runs it after others; 0: none."""
+    """Niceness: how much the operating system prefers other processes; 0 for none."""
     memory_bytes: int
-    """Memory that a job may take beside the loaded tokenizer."""
+    """Bytes of memory that may be used in addition to those in use after loading."""
 
     @classmethod
     def of(cls, spec: ServeSpec, model: str, nice: int) -> Setup:
-        """The setup for a server's settings."""
+        """Return the setup for a server's settings. `model` is the model's name in the API, and `nice` the niceness."""
         memory = max(LEAST_LIMIT_BYTES, LIMIT_PER_BODY_BYTE * spec.max_body_bytes)
         return cls(replace(spec, api_key=None, admin_key=None, transfer_key=None), model, nice, memory)
 
 
 class TextConnection:
-    """The text process's end of the socket."""
+    """The text process's side of the socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -82,7 +85,7 @@ class TextConnection:
         self._frames: list[TextFrame] = []
 
     def receive(self) -> TextFrame:
-        """The next message. Raises EOFError if the HTTP process has closed."""
+        """Wait for the next message. Raises EOFError if the HTTP process has closed the socket."""
         while not self._frames:
             data = self._socket.recv(_RECEIVE_BYTES)
             if not data:
@@ -91,13 +94,13 @@ class TextConnection:
         return self._frames.pop(0)
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Write a message."""
+        """Send a message with its payload."""
         self._socket.sendall(frame_head(message, len(payload)))
         self._socket.sendall(payload)
 
 
 def answer(work: Work, reader: RequestReader, body: bytes) -> tuple[dict[str, Any], bytes]:
-    """The answer to a job: what `work` returns or raises."""
+    """Do a job, and return the answer's message and payload. What `work` raises becomes an error message."""
     try:
         result = work(reader, body)
         if isinstance(result, bytes):
@@ -108,7 +111,7 @@ def answer(work: Work, reader: RequestReader, body: bytes) -> tuple[dict[str, An
         refusal = error
     except MemoryError:
         refusal = memory_error()
-    except BaseException as error:  # a tokenizer's own errors are not of Exception
+    except BaseException as error:  # a panic in the tokenizers library is not an Exception
         traceback.print_exc()
         refusal = RequestError(500, f"internal error: {type(error).__name__}", code="request_failed")
     values = {name: getattr(refusal, name) for name in ("status", "message", "param", "code")}
@@ -116,19 +119,19 @@ def answer(work: Work, reader: RequestReader, body: bytes) -> tuple[dict[str, An
 
 
 def memory_error() -> RequestError:
-    """The error for a request that needs more memory than a text process may have."""
+    """Return the error for a request that needs more memory than a text process may use."""
     return RequestError(422, "the request takes too much memory to be read; shorten it", code="text_memory")
 
 
 def run(connection: TextConnection) -> None:
-    """Load the tokenizer, send an empty message that says so, and answer jobs until the HTTP process closes the socket."""
+    """Load the tokenizer, tell the HTTP process so, and answer jobs until that process closes the socket."""
     message, content = connection.receive()
     setup = from_plain(Setup, message["setup"])
     files = ModelFiles.unpack(message["files"], bytes(content))
     del content
     template = chat_template(setup.spec, files)
     os.nice(setup.nice)
-    # The limit counts from the memory in use now: the tokenizer is loaded.
+    # The limit is relative to the memory in use now, after the tokenizer has been loaded.
     limit_memory(setup.memory_bytes)
     keep_loaded()
     connection.send({})
@@ -144,9 +147,9 @@ def run(connection: TextConnection) -> None:
 
 
 def limit_memory(further_bytes: int) -> None:
-    """Limit this process's address space to its present size and `further_bytes`, and disable its core file, which would have prompts.
+    """Limit this process's address space to its present size plus `further_bytes`, and disable core dumps.
 
-    Without /proc there is no memory limit.
+    A core dump would contain prompts. On systems without /proc, memory is not limited.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     status = Path("/proc/self/statm")
@@ -158,7 +161,7 @@ def limit_memory(further_bytes: int) -> None:
 
 
 def main() -> None:
-    """Run a text process; its argument is the inherited socket."""
+    """Run a text process. Its argument is the file descriptor of the inherited socket."""
     end_with_parent()
     with suppress(EOFError, ConnectionError):  # the HTTP process has ended
         run(TextConnection(socket.socket(fileno=int(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""Log probabilities of new tokens in OpenAI's two forms, written as JSON while the tokens come."""
+"""Log probabilities of tokens as JSON, in the formats of OpenAI's two APIs, written while the tokens are generated."""
 
 from __future__ import annotations
 
@@ -10,29 +10,35 @@ from typing import NamedTuple, Protocol
 from meshwright.data.token_bytes import TokenBytes
 
 text_as_json: Callable[[str], str] = encode_basestring_ascii
+"""Returns a text as a JSON string."""
 LOWEST = "-9999.0"
-"""The logarithm of 0, which JSON cannot write, as OpenAI writes it."""
+"""What OpenAI's API shows for the logarithm of 0, which JSON cannot express."""
 
 
 class CompletionEntry(NamedTuple):
-    """A token in the form of /v1/completions, whose members are JSON."""
+    """One token in the format of /v1/completions. All members are JSON."""
 
     text: str
     logprob: str
     top: str
-    """The likeliest tokens."""
+    """Object with the likeliest tokens: their log probabilities by their text."""
     offset: str
-    """Characters before it."""
+    """Number of characters before the token."""
 
 
 NO_ENTRY = CompletionEntry('""', "null", "null", "0")
-"""The first token of a prompt, without its text."""
+"""Entry of a prompt's first token, whose text the caller adds. It has no log probability."""
 
 
 def completion_entry(
     name: Callable[[int], tuple[str, bytes]], text: str, logprob: float, top: Sequence[tuple[int, float]], offset: int
 ) -> CompletionEntry:
-    """A token by what it adds to a text; `name` names the likeliest. Of tokens with equal names the later ones are shown by their ids."""
+    """Return the entry of one token.
+
+    `text` is what the token adds to the text, `logprob` its log probability and `offset` the number of characters
+    before it. `top` has (token id, log probability) of the likeliest tokens. `name` returns the text and bytes of a
+    token id. If two of the likeliest tokens have the same text, the second is shown as `token_id:ID`.
+    """
     likeliest: dict[str, float] = {}
     for token, value in top:
         shown = name(token)[0]
@@ -42,20 +48,24 @@ def completion_entry(
 
 
 class TextLogprobs(Protocol):
-    """The log probabilities of one text, as JSON."""
+    """Collects the log probabilities of one sequence as JSON."""
 
     def add(self, text: str, content: bytes, logprob: float, top: Sequence[tuple[int, float]]) -> None:
-        """Append a token by what it adds to the text, its log probability, and those of the likeliest tokens."""
+        """Append a token.
+
+        `text` and `content` are the characters and bytes that it adds, `logprob` is its log probability, and `top` has
+        (token id, log probability) of the likeliest tokens.
+        """
 
     def take(self) -> str:
-        """The JSON of the tokens since the last call."""
+        """Return the JSON of the tokens since the last call."""
 
 
 class CompletionLogprobs:
-    """The form of /v1/completions."""
+    """The format of /v1/completions: one list for each property of the tokens."""
 
     def __init__(self, tokens: TokenBytes, offset: int) -> None:
-        """`offset`: characters before the first token."""
+        """`offset`: number of characters before the first token."""
         self._tokens = tokens
         self._offset = offset
         self._entries: list[CompletionEntry] = []
@@ -66,11 +76,11 @@ class CompletionLogprobs:
         self._offset += len(text)
 
     def add_prompt(self, entries: Sequence[CompletionEntry]) -> None:
-        """Put the tokens of the prompt before those of the text."""
+        """Append the tokens of the prompt; call this before the first generated token."""
         self._entries += entries
 
     def take(self) -> str:
-        """The JSON of the tokens since the last call."""
+        """Return the JSON of the tokens since the last call."""
         columns = zip(*self._entries, strict=True) if self._entries else ((), (), (), ())
         texts, values, top, offsets = (f"[{','.join(column)}]" for column in columns)
         self._entries.clear()
@@ -78,10 +88,10 @@ class CompletionLogprobs:
 
 
 class ChatLogprobs:
-    """The form of /v1/chat/completions."""
+    """The format of /v1/chat/completions: one object for each token."""
 
     def __init__(self, tokens: TokenBytes, offset: int) -> None:
-        """`offset` is not shown in this form."""
+        """`offset` is not used: this format has no offsets."""
         self._tokens = tokens
         self._entries: list[str] = []
 
@@ -92,14 +102,14 @@ class ChatLogprobs:
         self._entries.append(f'{_entry(text, content, logprob)},"top_logprobs":[{likeliest}]}}')
 
     def take(self) -> str:
-        """The JSON of the tokens since the last call."""
+        """Return the JSON of the tokens since the last call."""
         entries = ",".join(self._entries)
         self._entries.clear()
         return f'{{"content":[{entries}],"refusal":null}}'
 
 
 def _entry(text: str, content: bytes, logprob: float) -> str:
-    """The beginning of an object."""
+    """Return the members that describe one token, as JSON without the closing brace."""
     return f'{{"token":{text_as_json(text)},"logprob":{number_as_json(logprob)},"bytes":[{",".join(map(str, content))}]'
 
 

@@ -1,4 +1,7 @@
-"""The most text that one token can stand for: it shows that a text does not fit a context before it is encoded."""
+"""Upper limits of the text that one token can stand for.
+
+They show, without encoding it, that a text has too many tokens for a context.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,39 @@ if TYPE_CHECKING:
 
 _BYTE_LEVEL = "ByteLevel"
 _FORMS: Mapping[str, tuple[float, float]] = {"NFC": (4, 9), "NFD": (1, 3), "NFKC": (4, 12), "NFKD": (1, 4)}
-"""Characters and bytes that Unicode's forms take for each one they leave, at most.
+"""For each Unicode normal form, how much a text can shrink: (in characters, in bytes of UTF-8).
 
-A form decomposes each character, then composes some. Decomposing leaves no fewer characters, composing at least a quarter: no canonical
-decomposition is longer than 4. Of UTF-8, decomposing leaves at least 1/3 (canonical: the Kelvin sign, 3 bytes, is K) or 1/4
-(compatibility: mathematical letters of 4 bytes), and composing at least 1/3.
+Example: (4, 9) for NFC means that at most 4 characters become one character, and at most 9 bytes become one byte.
+
+Normalizing first decomposes each character, then composes some again (NFC and NFKC). Decomposing never reduces the
+number of characters. It can reduce bytes by a factor of 3 in the canonical forms (the Kelvin sign, 3 bytes, becomes K)
+and of 4 in the compatibility forms (mathematical letters of 4 bytes). Composing joins at most 4 characters, because no
+canonical decomposition is longer, and reduces bytes by a factor of at most 3.
 """
 _LOWERCASE = (1, 3)
-"""The same of lower case: the Kelvin sign has 3 bytes, k has 1."""
+"""The same for lower case: no fewer characters, but the Kelvin sign of 3 bytes becomes k."""
 _ASCII_KEPT = {*_FORMS, "Lowercase"}
-"""Normalizers that leave as many characters of ASCII as they take."""
+"""Normalizers that do not change the length of ASCII text."""
 _PRE_TOKENIZERS = {_BYTE_LEVEL, "Metaspace", "Digits", "Punctuation", "Split", "FixedLength"}
-"""Pre-tokenizers that remove no text, unless their behaviour is to."""
+"""Pre-tokenizers that never remove text, except with the behaviour "Removed"."""
 
 
 class TokenReach(NamedTuple):
-    """Upper limit of the text that one token stands for."""
+    """Upper limits of the text that one token stands for, in characters, or in bytes of UTF-8 if `in_bytes` is true."""
 
     in_bytes: bool
-    """Whether it is counted in bytes of UTF-8; if not, in characters."""
+    """Whether `other` counts bytes of UTF-8."""
     ascii: int
-    """Limit in a text of ASCII."""
+    """Limit for a text that is all ASCII."""
     other: int
+    """Limit for other texts."""
 
     def least_tokens(self, text: str) -> int:
-        """Number of tokens that the text has at least."""
+        """Return a lower bound for the number of tokens of a text.
+
+        Example: if a token stands for at most 16 ASCII characters, a text of 100 ASCII characters has at least 7
+        tokens.
+        """
         if text.isascii():
             return -(-len(text) // self.ascii)
         return -(-(len(text.encode("utf-8")) if self.in_bytes else len(text)) // self.other)
@@ -47,10 +58,11 @@ class _Unlimited(Exception):
 
 
 def token_reach(tokenizer: Tokenizer) -> TokenReach | None:
-    """The reach of a tokenizer's tokens by the structure of its tokenizer.json; None if there is no limit or none is known.
+    """Return the limits for a tokenizer, derived from its tokenizer.json. None if there is no limit or it is unknown.
 
-    There is none where text can vanish without a token: removed by a normalizer or pre-tokenizer, swallowed as white space beside an
-    added token, or joined to one unknown token.
+    There is no limit if text can disappear without becoming a token. That happens if a normalizer or pre-tokenizer
+    removes it, if an added token swallows the white space next to it, or if any number of unknown characters become one
+    token.
     """
     parts = json.loads(tokenizer.to_str())
     try:
@@ -72,7 +84,7 @@ def token_reach(tokenizer: Tokenizer) -> TokenReach | None:
 
 
 def _steps(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, Any]]:
-    """The normalizers or pre-tokenizers of a part, those of sequences one by one."""
+    """Yield the normalizers or pre-tokenizers of a part of tokenizer.json. Those in a sequence are yielded one by one."""
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -83,7 +95,7 @@ def _steps(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, An
 
 
 def _shrinks(step: Mapping[str, Any], in_bytes: bool) -> float:
-    """Units of text that a normalizer takes for each one it leaves, at most."""
+    """Return how much a normalizer can shrink a text: most characters (or bytes) that become one. Raises _Unlimited."""
     name = step["type"]
     if name in (_BYTE_LEVEL, "Prepend"):
         return 1
@@ -97,7 +109,10 @@ def _shrinks(step: Mapping[str, Any], in_bytes: bool) -> float:
 
 
 def _longest_piece(model: Mapping[str, Any], in_bytes: bool) -> int:
-    """Units of the longest piece of the model's vocabulary, if every unit of a text has a token."""
+    """Return the length of the longest token in the vocabulary, in characters or bytes.
+
+    Raises _Unlimited unless every character (or byte) of a text is part of some token.
+    """
     name = model["type"]
     vocab = model["vocab"]
     pieces = {entry[0] for entry in vocab} if name == "Unigram" else vocab
@@ -112,12 +127,15 @@ def _longest_piece(model: Mapping[str, Any], in_bytes: bool) -> int:
     separate = name == "BPE" and model.get("unk_token") in pieces and not model.get("fuse_unk")
     if not (complete or separate):
         raise _Unlimited
-    # A character of such a piece stands for a byte.
+    # In a byte-level vocabulary each character stands for one byte.
     return max(map(len, pieces), default=1)
 
 
 def _longest_added(parts: Mapping[str, Any], tokenizer: Tokenizer, in_bytes: bool) -> int:
-    """Units of the longest added token, which is found in the text as it is or in its normal form."""
+    """Return the length of the longest added token, in characters or bytes.
+
+    An added token is recognised in the text as it is, or in the normalized text.
+    """
     tokens = parts.get("added_tokens") or []
     if any(token["lstrip"] or token["rstrip"] for token in tokens):
         raise _Unlimited

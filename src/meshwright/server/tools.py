@@ -1,4 +1,4 @@
-"""The tools of a chat, which of them the model may call, and which it must."""
+"""Reads the tools of a chat request: which tools the model may call, and which it must call."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields
 
 MOST_TOOLS = 128
+"""Most tools in a request."""
 MOST_REFERENCES = 4
-"""References and alternatives within one another that are followed for the type of a parameter."""
+"""Most nested references and alternatives of a schema that are followed to find the type of a parameter."""
 _CHOICES = ("none", "auto", "required")
+"""The values of `tool_choice` that are texts."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request."""
+    """The tools of a request, in OpenAI's format."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tools for the chat template; None if the model may call none."""
     forced: Sequence[Mapping[str, Any]] | None = None
-    """Functions of which some must be called; None: none must."""
+    """Functions of which the answer must call at least one; None if the answer need not call any."""
     parallel: bool = True
-    """Whether there may be several calls."""
+    """Whether an answer may have several calls."""
     named: bool = False
     """Whether the request names the function to call."""
 
 
 def read_tools(fields: Fields) -> Tools:
-    """The keys `tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError."""
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError for wrong values."""
     value = fields.take("tools")
     choice = fields.take("tool_choice")
     parallel = fields.flag("parallel_tool_calls", True)
@@ -55,7 +57,7 @@ def read_tools(fields: Fields) -> Tools:
 
 
 def _named(choice: object) -> str | None:
-    """The name of the function that `tool_choice` asks for."""
+    """Return the name of the function that `tool_choice` names; None if it names none."""
     if choice is None or (isinstance(choice, str) and choice in _CHOICES):
         return None
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
@@ -66,6 +68,7 @@ def _named(choice: object) -> str | None:
 
 
 def _function(tool: object, key: str) -> Mapping[str, Any]:
+    """Return the function of a tool, after checking it. `key` is the tool's path in the body, for errors."""
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(key, '{"type": "function", "function": {"name": …}}', tool)
@@ -75,9 +78,10 @@ def _function(tool: object, key: str) -> Mapping[str, Any]:
 
 
 def calls_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
-    """The schema of an array of calls; definitions of the parameters move to its root, where `#/$defs/…` finds them.
+    """Return the JSON schema of an array of calls `{name, arguments}`: exactly one, or at least one with `several`.
 
-    Raises RequestError if two functions define a name differently.
+    Definitions in the schemas of the parameters move to the root of the new schema, because references such as
+    `#/$defs/X` start there. Raises RequestError if two functions define the same name differently.
     """
     definitions: dict[str, dict[str, Any]] = {}
     forms = []
@@ -98,7 +102,10 @@ def calls_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> di
 
 
 def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """The JSON types that the schema of each function allows for each of its parameters; no entry where it does not say."""
+    """Return the JSON types that each function's schema allows for its parameters: types by parameter by function.
+
+    A parameter whose schema names no type has no entry.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for tool in tools:
         function = tool["function"]
@@ -111,7 +118,10 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, l
 
 
 def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> list[str]:
-    """The JSON types of a schema, through references within `root` and alternatives."""
+    """Return the JSON types that a schema allows. References are looked up in `root`, and alternatives are followed.
+
+    `depth` is the number of references and alternatives that have been followed so far.
+    """
     if not isinstance(schema, dict) or depth > MOST_REFERENCES:
         return []
     types = schema.get("type")
@@ -131,12 +141,12 @@ def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> lis
 
 
 def _type_of(value: object) -> str:
-    """JSON type of a value that is no list or object."""
+    """Return the JSON type of a value. Lists and objects count as numbers too: the caller only asks whether it is text."""
     if isinstance(value, str):
         return "string"
     return "null" if value is None else "number"
 
 
 def listed(value: object) -> list[Any]:
-    """The value if it is a list; else an empty one."""
+    """Return the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []

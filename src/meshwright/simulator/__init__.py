@@ -1,1 +1,1 @@
-"""Simulation of schedules and plans: predicted timelines. Layer 2: no torch."""
+"""Simulates schedules, plans and serving: predicted timelines. Without torch."""

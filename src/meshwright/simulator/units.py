@@ -107,6 +107,7 @@ class UnitCosts:
         """By index of a block, the indices of all blocks on the same pipeline rank."""
         self._block_seconds: dict[tuple[Recompute, int, Linear], Seconds] = {}
         self._exposed_copies: dict[int, tuple[float, float]] = {}
+        self._parameters_by_kind: dict[int | str, UnitParameters] = {}
         self._representatives: dict[tuple[int, LayerStrategy, int | None], int] = {}
         machine = cost_inputs.machine
         layout = cost_inputs.layout
@@ -284,12 +285,17 @@ class UnitCosts:
 
     def parameters(self, unit: Unit) -> UnitParameters:
         """Return the parameters of the unit on one rank, before and after sharding."""
+        kind = self.model.kind(unit) if isinstance(unit, int) else unit
+        if kind not in self._parameters_by_kind:
+            self._parameters_by_kind[kind] = self._parameters(kind)
+        return self._parameters_by_kind[kind]
+
+    def _parameters(self, unit: int | str) -> UnitParameters:
+        """Return the `parameters` of a kind of block (its number), of the embedding or of the head."""
         tensor = self.plan.axis_size("tensor")
         shards = shard_size(self.plan)
         if isinstance(unit, int):
-            kind = self.model.kind(unit)
-            expert = experts_over(self.plan)
-            return block_unit(self.model, kind=kind, tensor=tensor, shards=shards, expert=expert)
+            return block_unit(self.model, kind=unit, tensor=tensor, shards=shards, expert=experts_over(self.plan))
         ends = end_units(self.model, tensor=tensor, shards=shards, expert=experts_over(self.plan))
         if unit == "embed":
             return ends.embed
@@ -574,9 +580,12 @@ _OF_OTHER_COSTS = dict.fromkeys(
         "fill",
         "in_flight",
         "in_flight_last",
+        "forwards_first",
         "vee",
         "fullest_layers",
         "head_layers",
+        "slowest_layers",
+        "slowest_head_layers",
         "keep_gathered",
         "gather_once",
         "reduce_once",

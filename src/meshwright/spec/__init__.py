@@ -1,1 +1,1 @@
-"""Descriptions of model, cluster, job and plan. Layer 0: imports no other package and no torch."""
+"""Descriptions of model, cluster, job and plan. They import no other package and no torch."""

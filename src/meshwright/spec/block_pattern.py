@@ -9,10 +9,14 @@ from itertools import groupby
 from meshwright.spec.errors import WrongKey, nearest
 
 _TERM = re.compile(r"(?:(?P<count>[0-9]{1,4})\s*\*\s*)?(?P<name>\S+)")
+"""One term of a pattern: a name, or a number of times and a name."""
 
 
 def expanded(terms: Iterable[str]) -> tuple[str, ...]:
-    """The names that terms stand for: `5*local` five times `local`. A term of another form is a name."""
+    """Return the names for which the terms stand: `5*local` stands for five times `local`.
+
+    A term of another form is a name.
+    """
     return tuple(name for term in terms for name in _names(term))
 
 
@@ -22,7 +26,7 @@ def _names(term: str) -> list[str]:
 
 
 def shortest_pattern(names: Sequence[str]) -> tuple[str, ...]:
-    """The pattern of the smallest period that gives these names, if it is repeated and cut to as many."""
+    """Return the shortest pattern that gives these names if it is repeated and cut to their number."""
     period = next(n for n in range(1, len(names) + 1) if all(name == names[i % n] for i, name in enumerate(names)))
     runs = ((name, len(list(run))) for name, run in groupby(names[:period]))
     return tuple(name if count == 1 else f"{count}*{name}" for name, count in runs)
@@ -31,7 +35,10 @@ def shortest_pattern(names: Sequence[str]) -> tuple[str, ...]:
 def pattern_mistakes(
     layers: int, kinds: Sequence[str], pattern: Sequence[str], first: Sequence[str], sequence: Sequence[str]
 ) -> Iterator[WrongKey]:
-    """What is wrong with the order of blocks; `kinds` are the names in `model.blocks`, the others are values of keys of `model`."""
+    """Yield what is wrong with the order of blocks.
+
+    `kinds` are the names in `model.blocks`; the other arguments are values of keys of `model`.
+    """
     orders = {"pattern": expanded(pattern), "first": expanded(first), "sequence": expanded(sequence)}
     used = dict.fromkeys((name, key) for key, names in orders.items() for name in names)
     described = (

@@ -1,4 +1,7 @@
-"""Prices and power of devices, with source and date. A cluster file replaces them by `price_per_gpu_hour` and `watts_per_gpu`."""
+"""Prices and power of devices, with source and date.
+
+The cluster's keys `price_per_gpu_hour` and `watts_per_gpu` replace them.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Price:
-    """US dollars for one device for one hour, on demand, with its share of the host."""
+    """Price of one device for one hour on demand, with its share of the host."""
 
     dollars: float
+    """US dollars."""
     source: str
     date: str
+    """Day, month or year in which the price was read, ISO 8601."""
 
 
 _LAMBDA = "Lambda's list, instances with the most devices"
@@ -34,7 +39,10 @@ PRICES = {
     "MI300X": Price(1.99, f"{_NEOCLOUDS}: the median of providers", "2026-05-18"),
     "MI325X": Price(1.95, f"{_NEOCLOUDS}: TensorWave", "2026-05-18"),
 }
-"""Price by chip. Chips that are missing had no dated price on demand: the planner gives money only if the cluster states a price."""
+"""Chip → its price.
+
+For other chips no dated price on demand was found, so the planner shows money only if the cluster states a price.
+"""
 
 WATTS = {
     "V100": 300,
@@ -71,9 +79,12 @@ WATTS = {
     "Ascend910": 310,
     "Ascend910B": 400,
 }
-"""Power limit of one device in watts, from the vendors' datasheets; that of Ascend910B is unverified, as it has no public datasheet."""
-SYSTEM_POWER = 1.8
-"""Power of a system relative to the limits of its devices: a DGX H100 takes 10.2 kW for 8 × 700 W, a DGX B200 14.3 for 8 × 1,000.
+"""Power limit of one device in watts, from the vendor's datasheet.
 
-Cooling of the building is not in it.
+Ascend910B has no public datasheet, so its value is unverified.
+"""
+SYSTEM_POWER = 1.8
+"""Power of a whole system relative to the limits of its devices. Cooling of the building is not included.
+
+A DGX H100 draws 10.2 kW for 8 × 700 W, a DGX B200 14.3 kW for 8 × 1,000 W.
 """

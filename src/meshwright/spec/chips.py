@@ -9,30 +9,35 @@ GiB = 1 << 30
 
 @dataclass(frozen=True)
 class Chip:
-    """Device type with its rates and memory.
-
-    Peaks are dense FLOP/s by number format; memory in bytes; bandwidths in bytes/s and one direction of one device:
-    `hbm` its own memory, `link` to its neighbours inside a node, `nic` across nodes in the vendor's reference machine.
-    `host` its memory to its host's. `per_node` devices share a host; `domain` devices see each other at link speed.
-    """
+    """A type of device with its rates and its memory. Bandwidths are in bytes/s, of one device and in one direction."""
 
     name: str
     generation: str
+    """GPU generation, as in the tables of constants (costs/constants.yaml)."""
     memory_bytes: int
     peak_flops: dict[str, float]
+    """Dense peak in FLOP/s by number format."""
     hbm: float = 1e12
+    """Bandwidth of its own memory."""
     link: float = 50e9
+    """Bandwidth to its neighbours inside a node."""
     nic: float = 12.5e9
+    """Bandwidth to other nodes in the vendor's reference machine."""
     per_node: int = 8
+    """Number of devices of a host."""
     domain: int = 8
+    """Number of devices that reach each other at the bandwidth `link`."""
     host: float = 25e9
+    """Bandwidth to the memory of its host."""
     multiprocessors: int = 0
-    """Multiprocessors, each of which computes one tile of a matmul at a time; 0 ignores partly filled waves of tiles.
+    """Number of multiprocessors, each of which computes one tile of a matmul at a time.
+
+    With 0, partly filled waves of tiles are ignored.
     """
     sustained: float = 0.88
-    """Largest share of its peak that matmuls sustain: less than 1 where the power limit lowers the clock under load.
+    """Largest share of its peak that matmuls sustain. It is below 1 if the power limit lowers the clocks under load.
 
-    The best measured matmuls reach 0.77 on an H200 and 0.86 on an A100; an H20 has the power of an H100 for a seventh
+    The best measured matmuls reach 0.77 on an H200 and 0.86 on an A100. An H20 has the power of an H100 and a seventh
     of its peak.
     """
     best_bf16_flops: float | None = None
@@ -40,7 +45,7 @@ class Chip:
 
     @property
     def half_peak(self) -> float:
-        """The peak in bf16; in fp16 on chips without bf16, and in fp32 on chips without both."""
+        """Return the peak in bf16; in fp16 on chips without bf16; in fp32 on chips without both."""
         return next(self.peak_flops[name] for name in ("bf16", "fp16", "fp32") if name in self.peak_flops)
 
 
@@ -65,19 +70,25 @@ _H20 = {"bf16": 148e12, "fp8": 296e12, "int8": 296e12, "fp32": 44e12}
 _A6000 = {"bf16": 154.8e12, "int8": 309.7e12, "fp32": 38.7e12}
 _V100 = {"fp16": 125e12, "fp32": 15.7e12}
 _PCIE3 = 12.5e9
+"""Bytes/s of 16 lanes of PCIe 3 in one direction, for links and host links of cards without NVLink.
+
+The line rate is 15.8 GB/s.
+"""
 _PCIE4 = 25e9
+"""The same for PCIe 4; the line rate is 31.5 GB/s."""
 _PCIE5 = 50e9
-"""Bytes/s of 16 PCIe lanes in one direction: links and host links of cards without NVLink.
-The line rates are 15.8, 31.5 and 63 GB/s."""
+"""The same for PCIe 5; the line rate is 63 GB/s."""
 _HOPPER_HOST = 55e9
 """Bytes/s of copies between one H200 and pinned host memory, over 16 lanes of PCIe 5.
 
-Measured 54.7 to 55.4 GB/s on three of four hosts (benchmarks/data)."""
+Measured: 54.7 to 55.4 GB/s on three of four hosts (benchmarks/data).
+"""
 _ETHERNET_10 = 1.25e9
+"""Network bytes/s of a card that is not sold in clusters: 10 Gb/s, a guess."""
 _CLOUD_100 = 100e9 / 8 / 8
+"""Network bytes/s of a card in a cloud's machine with 100 Gb/s for eight cards."""
 _CLOUD_400 = 400e9 / 8 / 8
-"""Network bandwidth of cards that are not sold in clusters.
-10 Gb/s per card is a guess; 100 and 400 Gb/s for eight cards are what clouds rent."""
+"""Network bytes/s of a card in a cloud's machine with 400 Gb/s for eight cards."""
 _GB202_PRO = {"bf16": 503.8e12, "fp8": 1007e12, "int8": 1007e12, "nvfp4": 2015e12, "fp32": 126e12}
 _CDNA4 = {"bf16": 2516e12, "fp8": 5033e12, "int8": 5033e12, "mxfp8": 5033e12, "mxfp4": 10066e12, "fp32": 157e12}
 _CDNA3 = {"bf16": 1307e12, "fp8": 2615e12, "int8": 2615e12, "fp32": 163e12}
@@ -314,7 +325,10 @@ _DRIVER_NAMES = {
 
 
 def chip_from_device_name(name: str) -> str | None:
-    """The chip of the table for a driver's device name ("NVIDIA H100 80GB HBM3" → "H100"), or None when unknown."""
+    """Return the chip of the table for a driver's device name ("NVIDIA H100 80GB HBM3" → "H100").
+
+    The result is None if it is not known.
+    """
     spellings = {chip.upper(): chip for chip in CHIPS}
     if name.upper() in spellings:
         return spellings[name.upper()]
@@ -331,7 +345,7 @@ def chip_from_device_name(name: str) -> str | None:
 
 
 def formats_on(gpu: str | None) -> tuple[str, ...]:
-    """Values of `plan.compute` that a device supports; empty if the device is not known."""
+    """Return the values of `plan.compute` that a device supports; an empty tuple if the device is not known."""
     if gpu == "cpu":
         return ("fp32", "bf16", "fp64")
     return tuple(name for name in ("bf16", "fp16", "fp32") if gpu in CHIPS and name in CHIPS[gpu].peak_flops)

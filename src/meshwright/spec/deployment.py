@@ -1,4 +1,4 @@
-"""A serving deployment, the workload and limits that it is planned for, and the file that asks for its plan."""
+"""A serving deployment, the requests and limits for which it is planned, and the file that asks for its plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from meshwright.spec.fields import Bound, Positive
 from meshwright.spec.run import ModelSection
 
 Role = Literal["both", "prefill", "decode"]
+"""What an instance computes of its requests: see `InstanceSpec.role`."""
 Limit = Literal["ttft", "tpot"]
+"""A limit of latency: time to the first token, or time per further token."""
 PricedFormat = Literal["bf16", "fp8", "int8", "mxfp8", "nvfp4", "mxfp4", "int4"]
-"""Formats of weights that the planner prices; int4 are weights alone, whose products are in bf16."""
+"""Formats of weights for which the planner predicts times.
+
+With int4, only weights are narrow: the matmuls are in bf16.
+"""
 WEIGHT_BYTES: dict[PricedFormat, float] = {
     "fp8": 1.0,
     "int8": 1.0,
@@ -23,42 +28,58 @@ WEIGHT_BYTES: dict[PricedFormat, float] = {
     "mxfp4": 1 / 2 + 1 / 32,
     "int4": 1 / 2 + 2 / 32,
 }
-"""Bytes of a weight with its share of the scales: one byte for 32 weights (mx), one for 16 (nvfp4), two for 32 (int4)."""
+"""Bytes of a weight with its share of the scales.
+
+A scale of one byte belongs to 32 weights (mxfp8, mxfp4) or to 16 weights (nvfp4); a scale of two bytes to 32 weights
+(int4).
+"""
 ServingSoftwareName = Literal["vllm", "sglang", "trtllm"]
 """Servers with fitted constants (`costs.serving_software`): vLLM, SGLang, TensorRT-LLM."""
 PREFIX_BLOCK = 512
-"""Tokens of a prompt for which a trace has one prefix block."""
+"""Number of prompt tokens for which a trace has one prefix block."""
 
 
 def weight_bytes(weights: PricedFormat | None, item: int) -> float:
-    """Bytes of a weight in a format; of the model's dtype, whose numbers have `item` bytes, for none and bf16."""
+    """Return the bytes of a weight in the format `weights`.
+
+    For None and bf16 it is `item`, the bytes of a number in the model's dtype.
+    """
     return float(item) if weights in (None, "bf16") else WEIGHT_BYTES[weights]
 
 
 class TimedRequest(NamedTuple):
-    """A request of a workload."""
+    """A request with its arrival time."""
 
     arrival_seconds: float
+    """Seconds from the start of the workload to the request."""
     input_tokens: int
+    """Tokens of the prompt."""
     output_tokens: int
+    """New tokens of the answer."""
     prefix_blocks: tuple[int, ...] = ()
-    """Ids of the prompt's blocks of `PREFIX_BLOCK` tokens; two prompts share a prefix where their first ids are equal."""
+    """Ids of the prompt's blocks of `PREFIX_BLOCK` tokens.
+
+    If the first n ids of two prompts are equal, the prompts begin with the same n blocks.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantisation:
-    """Number formats of a server that differ from the model's own."""
+    """Number formats of a server where they differ from the model's own dtype."""
 
     weights: PricedFormat | None = None
     """Format of the matmuls with the blocks' weights; none is the model's dtype."""
     experts: PricedFormat | None = None
-    """Format of routed experts; none is that of `weights`."""
+    """Format of routed experts; none is the format of `weights`."""
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
 
     @property
     def release_mistake(self) -> tuple[str, str] | None:
-        """The key of a format that this release cannot serve, and what it expects; None if there is none."""
+        """Return (the key of a format that this release cannot serve, what is expected there).
+
+        The result is None if it can serve all of them.
+        """
         servable = get_args(WeightFormat)
         weights, experts = (None if value == "bf16" else value for value in (self.weights, self.experts))
         if weights not in (None, *servable):
@@ -69,28 +90,33 @@ class Quantisation:
 
     @property
     def served_weights(self) -> WeightFormat | None:
-        """The format in which this release serves weights, if it serves them."""
+        """Return the format in which this release serves the weights; None if it does not serve that format."""
         return next((name for name in get_args(WeightFormat) if name == self.weights), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceSpec:
-    """Equal copies of a model, each with its own engine and cache."""
+    """Several equal instances: copies of a model, each with its own engine and cache."""
 
     role: Role = "both"
     """Part of a request that an instance computes: the prompt, the new tokens, or both."""
     count: Positive = 1
     """Number of instances."""
     tensor: Positive = 1
-    """Devices that divide every layer of an instance."""
+    """Number of devices that divide every layer of an instance."""
     expert: Positive = 1
-    """Groups of `tensor` devices that divide the routed experts of an instance; each computes attention of its own requests."""
+    """Number of groups of `tensor` devices that divide the routed experts of an instance.
+
+    Each group computes the attention of its own requests.
+    """
     token_budget: Positive = 2048
-    """Prompt tokens of a step at most, beside a token of each running request (`step_tokens` of a server)."""
+    """Maximum number of prompt tokens of a step, in addition to one token of each running request (`step_tokens` of a
+    server).
+    """
 
     @property
     def devices(self) -> int:
-        """Devices of all these instances."""
+        """Return the number of devices of all these instances."""
         return self.count * self.tensor * self.expert
 
 
@@ -99,11 +125,17 @@ class EngineSwitches:
     """Switches of the engines of all instances. The planner does not choose them."""
 
     expert_dispatch: Dispatch | None = None
-    """Format of tokens on their way to experts of other devices; none is the model's dtype."""
+    """Number format in which tokens are sent to experts on other devices; none is the model's dtype."""
     expert_micro_batches: Positive = 1
-    """Parts of a step's decodes; the tokens of one travel between devices with experts while another is computed."""
+    """Number of parts into which a step's decodes are divided.
+
+    While one part is computed, the tokens of another are sent between devices.
+    """
     absorb: bool = True
-    """Whether decodes of latent attention attend to latents; if not, each expands its context's keys and values."""
+    """Whether decodes with latent attention attend to latents.
+
+    If not, each decode expands the keys and values of its context.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +143,7 @@ class DeploymentPrediction:
     """Predicted goodput of a deployment."""
 
     goodput_per_gpu: Annotated[float, Bound(at_least=0)]
-    """Requests per second and device that meet both limits, at the highest rate with the attainment asked for."""
+    """Requests per second and device that meet both limits, at the highest rate with the required attainment."""
     low: Annotated[float, Bound(at_least=0)]
     """Lower end of the 80% band over resampled arrivals."""
     high: Annotated[float, Bound(at_least=0)]
@@ -125,36 +157,36 @@ class Deployment:
     """The instances that serve a model together. The planner writes it; a person may edit it."""
 
     instances: tuple[InstanceSpec, ...]
-    """Instances by role and size. Those that only compute prompts need others that decode, and the reverse."""
+    """Instances by role and size. Instances that only compute prompts need others that decode, and the reverse."""
     quantisation: Quantisation = field(default_factory=Quantisation)
     """Number formats of all instances."""
     software: ServingSoftwareName | None = None
-    """Server that the prediction is for; none is this program."""
+    """Inference server for which the prediction is made; none is this program."""
     engine: EngineSwitches = field(default_factory=EngineSwitches)
     """Switches of the engines of all instances."""
     predicted: DeploymentPrediction | None = None
-    """The planner's prediction; binds nothing."""
+    """The planner's prediction. It has no effect."""
     why: tuple[str, ...] = ()
-    """The planner's reasons; bind nothing."""
+    """The planner's reasons. They have no effect."""
 
     @property
     def devices(self) -> int:
-        """Devices of all instances."""
+        """Return the number of devices of all instances."""
         return sum(instance.devices for instance in self.instances)
 
     @property
     def colocated(self) -> bool:
-        """Whether every instance computes both prompts and new tokens."""
+        """Return whether every instance computes both prompts and new tokens."""
         return all(instance.role == "both" for instance in self.instances)
 
     @property
     def runnable(self) -> bool:
-        """Whether this release can serve it."""
+        """Return whether this release can serve it."""
         return self.release_limit is None
 
     @property
     def release_limit(self) -> str | None:
-        """Why this release cannot serve it, in words; None if it can."""
+        """Return why this release cannot serve it, as text; None if it can."""
         if self.software is not None:
             return f"its prices are those of {self.software}"
         if (problem := self.release_mistake) is not None:
@@ -164,7 +196,10 @@ class Deployment:
 
     @property
     def release_mistake(self) -> tuple[str, str] | None:
-        """The key of all instances with a value that this release cannot serve, and what it expects; None if there is none."""
+        """Return (the key, for all instances, with a value that this release cannot serve; what is expected there).
+
+        The result is None if there is none.
+        """
         if self.software is not None:
             return "software", f"software: expected none, as this program is no {self.software}"
         mistake = self.quantisation.release_mistake
@@ -172,7 +207,7 @@ class Deployment:
 
 
 def deployment_name(deployment: Deployment) -> str:
-    """The instances in a few words: `4 × TP 2, 2,048 tokens` or `5 prefill × TP 1 + 3 decode × TP 1`."""
+    """Return a short text about the instances: `4 × TP 2, 2,048 tokens` or `5 prefill × TP 1 + 3 decode × TP 1`."""
     parts = []
     for instance in deployment.instances:
         role = "" if instance.role == "both" else f" {instance.role}"
@@ -183,7 +218,10 @@ def deployment_name(deployment: Deployment) -> str:
 
 
 def release_error(instance: InstanceSpec, quantisation: Quantisation) -> str | None:
-    """The key of an instance that this release cannot serve, with what it expects and why; None if it serves it."""
+    """Return the key of an instance that this release cannot serve, with what it expects and why.
+
+    The result is None if it serves the instance.
+    """
     if instance.expert > 1 and (instance.tensor > 1 or instance.role != "both"):
         return (
             f"expert: expected 1 beside tensor {instance.tensor} and role {instance.role}, got {instance.expert}: devices share experts "
@@ -197,7 +235,7 @@ def release_error(instance: InstanceSpec, quantisation: Quantisation) -> str | N
 
 
 def role_error(roles: Sequence[Role]) -> str | None:
-    """The role that a set of instances lacks to serve requests, in words; None if it lacks none."""
+    """Return which role a set of instances lacks to serve requests, as text; None if it lacks none."""
     present = set(roles)
     if present == {"prefill"}:
         return "decode or both instances beside the prefill instances, which compute prompts only"
@@ -208,7 +246,7 @@ def role_error(roles: Sequence[Role]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeLimits:
-    """Limits of latency: a request is good if it meets both."""
+    """Limits of latency. A request is good if it meets both."""
 
     ttft_seconds: Annotated[float, Bound(more_than=0, at_most=1e6)]
     """Longest time from a request's arrival to its first token."""
@@ -220,7 +258,7 @@ class ServeLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests: those of a trace, or equal ones that arrive at random."""
+    """Requests: those of a trace, or equal requests that arrive at random."""
 
     trace: str | None = None
     """CSV file (or `.csv.gz`) with columns arrival_seconds, input_tokens, output_tokens and, if wanted, prefix_blocks_of_512."""
@@ -231,7 +269,7 @@ class Workload:
     output_tokens: Positive | None = None
     """New tokens of each request; not with a trace."""
     prefix_sharing: Annotated[float, Bound(at_least=0, less_than=1)] = 0.0
-    """Fraction of each prompt that all prompts begin with, in whole blocks of 512 tokens; not with a trace."""
+    """Fraction of each prompt that is the same in all prompts, in whole blocks of 512 tokens; not with a trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,9 +281,11 @@ class ServeTarget:
     limits: ServeLimits
     """The limits of latency."""
     quantisation: Quantisation = field(default_factory=Quantisation)
-    """Number formats; `fp8` alone is fp8 weights and an fp8 cache, `int8` alone int8 weights."""
+    """Number formats. `fp8` alone stands for fp8 weights and an fp8 cache, `int8` alone for int8 weights."""
     software: ServingSoftwareName | None = None
-    """Server whose step times are predicted, by constants fitted to published measurements; none is this program."""
+    """Inference server whose step times are predicted, by constants fitted to published measurements; none is this
+    program.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

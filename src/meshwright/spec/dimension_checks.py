@@ -1,4 +1,7 @@
-"""Checks that the dimensions of a ModelSpec are consistent: the one set of rules for run files, folders and models. Needs no torch."""
+"""Checks that the dimensions of a ModelSpec fit each other.
+
+These are the only rules for run files, folders and models. Without torch.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ from meshwright.spec.fields import describe_type, hints_of, within
 from meshwright.spec.model import MOST_PARAMETERS, SCALINGS, ModelSpec, described_bodies, parameter_count, unusable_keys
 
 MOST_EXPERTS = 10**6
-"""Routed experts of all layers. Each is a few tensors of a folder, whose names are listed."""
+"""Largest number of routed experts of all layers together.
+
+Each expert is a few tensors of a folder, and their names are listed.
+"""
 
 
 def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
-    """Raise BadInput that names every field which is inconsistent with another.
+    """Raise BadInput, with all mistakes, if fields of a model do not fit each other.
 
-    `where` is the file or section that the fields come from.
+    `where` is the file or the section from which the fields come.
     """
     mistakes = [*_bound_mistakes(spec)]
     if mistakes:
@@ -31,13 +37,13 @@ def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
 
 
 def model_mistakes(spec: ModelSpec) -> Iterator[WrongKey]:
-    """What is wrong between the keys of a model whose numbers are within their bounds, each mistake once."""
+    """Yield what is wrong between the keys of a model whose numbers are within their bounds, each mistake once."""
     of_bodies = (mistake for body in described_bodies(spec) for mistake in body.mistakes())
     yield from dict.fromkeys((*unusable_keys(spec), *of_bodies))
 
 
 def _bound_mistakes(spec: ModelSpec) -> Iterator[WrongKey]:
-    """Yield the numbers outside their bounds, and a number of experts that no machine can list."""
+    """Yield the numbers that are outside their bounds, and a number of experts that no machine can list."""
     sections = {"": spec, **{f"{key}.": getattr(spec, key) for key in (*SCALINGS, "adapter")}}
     for prefix, section in sections.items():
         for name, annotation in hints_of(type(section)).items() if section is not None else ():

@@ -6,11 +6,11 @@ from math import isqrt
 
 
 def divisors(of: int) -> list[int]:
-    """Every divisor of `of`, smallest first."""
+    """Return every divisor of `of`, in ascending order."""
     small = [n for n in range(1, isqrt(of) + 1) if of % n == 0]
     return small + [of // n for n in reversed(small) if n * n != of]
 
 
 def nearest_divisor(of: int, size: int) -> int:
-    """The divisor of `of` that is closest to `size`, the smaller of two."""
+    """Return the divisor of `of` that is nearest to `size`; of two equally near, the smaller one."""
     return min(divisors(of), key=lambda n: (abs(n - size), n))

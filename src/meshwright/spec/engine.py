@@ -1,4 +1,4 @@
-"""Options of the inference engine: for its users, and those that a program sets."""
+"""Options of the inference engine: those that users set, and those that a program sets."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import Positive
 
 Fp8 = Literal["fp8"]
-"""e4m3: 4 significant bits, up to 448."""
+"""The format e4m3: 4 significant bits, values up to 448."""
 WeightFormat = Literal["fp8", "int8"]
-"""Formats that weights and activations of linear layers are rounded to."""
+"""Formats to which weights and activations of linear layers are rounded."""
 Dispatch = Literal["int8"]
-"""A format of tokens on their way to experts: integers from -127 to 127, with a scale for each token."""
+"""A number format in which tokens are sent to experts: integers from -127 to 127, with one scale per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRanks:
-    """Devices of one host that share the experts of each layer; each has requests and a cache of its own."""
+    """Devices of one host that divide the experts of each layer. Each has its own requests and its own cache.
+
+    Raises BadInput for options of several devices with a single device.
+    """
 
     count: int = 1
+    """Number of devices."""
     dispatch: Dispatch | None = None
-    """Format of tokens on their way to experts of other devices; none is the model's dtype."""
+    """Number format in which tokens are sent to experts on other devices; none is the model's dtype."""
     micro_batches: int = 1
-    """Parts of a step's decodes; the tokens of one travel between devices while another is computed."""
+    """Number of parts into which a step's decodes are divided.
+
+    While one part is computed, the tokens of another are sent between devices.
+    """
 
     def __post_init__(self) -> None:
         if self.count == 1 and (self.dispatch is not None or self.micro_batches > 1):
@@ -32,26 +39,33 @@ class ExpertRanks:
 
 
 ONE_RANK = ExpertRanks()
-"""A device that has all experts."""
+"""A single device, which has all experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Speculative decoding: by prompt lookup, the engine's draft model or, with `mtp`, the model's own modules.
+    """Speculative decoding: drafts come from prompt lookup, from a draft model, or with `mtp` from the model's own
+    modules.
 
     Raises BadInput for sizes below 1.
     """
 
     tokens: int = 4
-    """Draft tokens of a request in a step at most."""
+    """Maximum number of draft tokens of a request in a step."""
     longest: int = 4
-    """Prompt lookup searches a text for its own last tokens, at most so many."""
+    """Prompt lookup searches a sequence for an earlier copy of its own last tokens.
+
+    This is the largest number of last tokens.
+    """
     shortest: int = 2
-    """Fewest last tokens that prompt lookup searches for."""
+    """Smallest number of last tokens for which prompt lookup searches."""
     least: float | None = None
-    """Accepted drafts a step below which those of a request pause; 0 never, None by their cost (`policies.drafting`)."""
+    """If a request has fewer accepted drafts per step than this, its drafts pause.
+
+    0: never. None: decided by their cost (`policies.drafting`).
+    """
     mtp: bool = False
-    """Whether the model's modules for multi-token prediction propose the drafts, one each."""
+    """Whether the model's modules for multi-token prediction propose the drafts, one draft each."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -62,29 +76,34 @@ class Speculation:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Sizes and formats of an engine, which `meshwright serve` has as keys. Raises BadInput for sizes below 1."""
+    """Sizes and formats of an engine, which are also keys of `meshwright serve`. Raises BadInput for sizes below 1."""
 
     sequences: Positive = 256
-    """Requests in a batch at most."""
+    """Maximum number of requests in a batch."""
     step_tokens: Positive = 8192
-    """Prompt tokens of a step at most, beside a token of each running request; longer prompts are cut into chunks."""
+    """Maximum number of prompt tokens of a step, in addition to one token of each running request.
+
+    Longer prompts are cut into chunks.
+    """
     tokens_per_block: Positive = 16
     """Tokens in a block of the cache."""
     cache_blocks: Positive | None = None
-    """Blocks in the cache; none takes as many as fit the device."""
+    """Blocks in the cache; none is as many as fit on the device."""
     context: Positive | None = None
-    """Longest text in tokens, prompt and new tokens together; none is the model's context, which is the most."""
+    """Longest sequence in tokens, prompt and new tokens together; none is the model's context, which is also the
+    maximum.
+    """
     prefix_cache: bool = True
-    """Whether requests share cached blocks of equal prefixes."""
+    """Whether requests whose prompts begin with the same tokens share cached blocks."""
     weights: WeightFormat | None = None
-    """Format of the matmuls in the transformer blocks; none is the model's dtype, or that of a quantised folder on a GPU.
-
-    With fp8, experts keep the model's dtype if several devices share them, and on other GPUs than Hopper.
+    """Format of the matmuls in the transformer blocks; none is the model's dtype, or on a GPU the format of a quantised
+    folder. With fp8, experts keep the model's dtype if several devices divide them, and on GPUs other than Hopper.
     """
     kv_cache: Fp8 | None = None
     """Format of cached keys and values; none is the model's dtype."""
     invariant: bool = False
-    """Whether a text is equal bit for bit whatever other requests are in its batch (batch invariance); slower."""
+    """Whether an answer is the same bit for bit, whatever other requests are in its batch (batch invariance); slower.
+    """
 
     def __post_init__(self) -> None:
         for name in ("sequences", "step_tokens", "tokens_per_block", "cache_blocks", "context"):
@@ -94,27 +113,34 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(EngineSettings):
-    """Sizes and switches of an engine."""
+    """All options of an engine, also those that only a program sets."""
 
     overlap: bool | None = None
-    """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
+    """Whether a step is launched before the tokens of the previous step are read; None: only on a GPU."""
     graphs: bool | None = None
-    """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+    """Whether steps without prompts are replayed as CUDA graphs; None: only on a GPU."""
     prompt_graphs: bool = True
-    """Whether, with graphs, steps with prompts are replayed in pieces: graphs between the attention of two layers.
+    """Whether, with `graphs`, steps with prompts are replayed as several graphs: one between the attention of two
+    layers.
 
-    Invariant steps have none.
+    Invariant steps are not replayed so.
     """
     absorb: bool = True
-    """Whether decodes of latent attention attend to latents; if not, each expands its context's keys and values."""
+    """Whether decodes with latent attention attend to latents.
+
+    If not, each decode expands the keys and values of its context.
+    """
     texts: bool = True
-    """Whether updates have texts and stop strings are found; a caller that decodes the tokens itself needs neither."""
+    """Whether tokens are decoded to text and stop strings are found.
+
+    A caller that decodes the tokens itself needs neither.
+    """
     speculation: Speculation | None = None
-    """Drafts by prompt lookup, a draft model or prediction modules; None: no drafts."""
+    """Speculative decoding; None: without drafts."""
 
     @property
     def predictions(self) -> int:
-        """Prediction modules that propose drafts."""
+        """Return the number of prediction modules that propose drafts."""
         return self.speculation.tokens if self.speculation is not None and self.speculation.mtp else 0
 
     def __post_init__(self) -> None:
@@ -124,5 +150,5 @@ class EngineOptions(EngineSettings):
 
     @property
     def most_step_tokens(self) -> int:
-        """`step_tokens`, and a decode of each request."""
+        """Return the most tokens of a step: `step_tokens`, and one decode of each request."""
         return self.step_tokens + self.sequences

@@ -1,8 +1,8 @@
-"""The errors a user can meet, each with the exit code of the command.
+"""The errors that a user can meet. Each class has the exit code of the command.
 
-Exit codes (docs/reference/exit-codes.md lists them for users): 0 done, 1 internal error, 2 bad input, 3 out of resources,
-4 data or checkpoint damaged, 5 communication failure, hang or corrupt state, 6 numerical failure, 7 the same failure repeated,
-75 preempted with a checkpoint written, 130 interrupted with a checkpoint written.
+Exit codes (docs/reference/exit-codes.md lists them for users): 0 done, 1 internal error, 2 bad input, 3 out of
+resources, 4 data or checkpoint damaged, 5 communication failure, hang or corrupt state, 6 numerical failure, 7 the same
+failure repeated, 75 preempted with a checkpoint written, 130 interrupted with a checkpoint written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class MeshwrightError(Exception):
     """A failure with a message for people and an exit code for scripts.
 
-    `key` is the dotted key of the run file that the failure concerns, if there is one.
+    `key` is the dotted key of the run file to which the failure belongs; None if there is none.
     """
 
     exit_code = EXIT_INTERNAL
@@ -73,7 +73,10 @@ class NumericalFailure(MeshwrightError):
 
 
 class StateCorrupted(MeshwrightError):
-    """State on a rank changed without an update, or differs from its copies, and there is no checkpoint; a restart may help."""
+    """State on a rank changed without an update, or differs from its copies, and there is no checkpoint.
+
+    A restart may help.
+    """
 
     exit_code = EXIT_COMMUNICATION
 
@@ -108,7 +111,7 @@ ERROR_CLASS_BY_EXIT_CODE: dict[int, type[MeshwrightError]] = {
 
 @contextmanager
 def attach_key(key: str) -> Iterator[None]:
-    """Set `key` on errors raised in the `with` block that have no key of their own."""
+    """Set `key` on the errors that the `with` block raises, unless they have a key already."""
     try:
         yield
     except MeshwrightError as error:
@@ -118,7 +121,7 @@ def attach_key(key: str) -> Iterator[None]:
 
 
 class SeveralErrors(BadInput):
-    """Errors of checks that do not depend on each other; `exit_code` is that of the most serious one."""
+    """Several errors of independent checks. `exit_code` is the highest of their exit codes."""
 
     def __init__(self, errors: Sequence[MeshwrightError]) -> None:
         super().__init__("\n".join(map(str, errors)))
@@ -127,12 +130,15 @@ class SeveralErrors(BadInput):
 
 
 def single_errors(error: MeshwrightError) -> tuple[MeshwrightError, ...]:
-    """The errors of SeveralErrors, else the error itself."""
+    """Return the errors of a SeveralErrors; for any other error, the error itself."""
     return error.errors if isinstance(error, SeveralErrors) else (error,)
 
 
 def call_all(*calls: Callable[[], T]) -> list[T]:
-    """The results of calls that do not depend on each other. Raises their errors together (`raise_together`)."""
+    """Call all functions, which must not depend on each other, and return their results.
+
+    Raises all their errors together (`raise_together`).
+    """
     results = []
     errors = []
     for call in calls:
@@ -145,7 +151,9 @@ def call_all(*calls: Callable[[], T]) -> list[T]:
 
 
 def raise_together(errors: Iterable[MeshwrightError]) -> None:
-    """Raise an error as it is, and several as one: BadConfig if all are, else SeveralErrors."""
+    """Raise a single error as it is, and several errors as one: BadConfig if all of them are BadConfig, else
+    SeveralErrors.
+    """
     found = [single for error in errors for single in single_errors(error)]
     configs = [error for error in found if isinstance(error, BadConfig)]
     if len(found) == 1:
@@ -159,22 +167,26 @@ def raise_together(errors: Iterable[MeshwrightError]) -> None:
 
 @dataclass(frozen=True)
 class Mistake:
-    """Error in a configuration.
-
-    `line` and `column` count from 1; both are None for a command-line override, whose `file` is "command line".
-    """
+    """A mistake in a configuration."""
 
     file: str
+    """Name of the file; "command line" for an override."""
     line: int | None
+    """Line, counted from 1; None for an override on the command line."""
     column: int | None
+    """Column, counted from 1; None for an override on the command line."""
     key: str
+    """Dotted key with the mistake."""
     expected: str
+    """What is valid there."""
     got: str
+    """What is there."""
     nearest: str | None = None
+    """The nearest valid value, if one is known."""
 
     @property
     def position(self) -> str:
-        """FILE:LINE:COLUMN, or FILE without a line."""
+        """Return FILE:LINE:COLUMN, or FILE if there is no line."""
         return self.file if self.line is None else f"{self.file}:{self.line}:{self.column}"
 
     def __str__(self) -> str:
@@ -183,20 +195,25 @@ class Mistake:
 
 
 class WrongKey(NamedTuple):
-    """A value of a model that does not go with others.
-
-    `expected` may name other keys in braces, whose values are in `beside`: "a divisor of {heads}" with ("heads", 4) is "a divisor of
-    heads (4)", and "a divisor of model.heads = 4" in a run file.
-    """
+    """A value of a model that does not fit other values of it."""
 
     key: str
+    """Key of the model with the value."""
     found: str
+    """The value, as text."""
     expected: str
+    """What was expected. It may name other keys in braces.
+
+    Example: "a divisor of {heads}" with `beside` (("heads", 4),) becomes "a divisor of heads (4)", and in a run file "a
+    divisor of model.heads = 4".
+    """
     near: str | None = None
+    """The nearest valid value, if one is known."""
     beside: tuple[tuple[str, Any], ...] = ()
+    """Names and values of the keys in braces."""
 
     def expected_with(self, named: Callable[[str, Any], str]) -> str:
-        """`expected` with other keys and their values as `named` writes them."""
+        """Return `expected`, in which `named` writes each key in braces with its value."""
         return (
             self.expected.format(**{key: named(key, value) for key, value in self.beside})
             if self.beside
@@ -209,12 +226,15 @@ class WrongKey(NamedTuple):
 
 
 def shorten(text: str) -> str:
-    """`text`, cut to the length that a message shows."""
+    """Return `text`, cut to the length that a message shows."""
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 class Refusal(Mistake):
-    """A mistake found by reading data or weights, by the devices or by the planner; `got` is the whole sentence."""
+    """A mistake that was found by reading data or weights, by the devices or by the planner.
+
+    `got` is the whole sentence.
+    """
 
     def __str__(self) -> str:
         sentence = self.got
@@ -226,13 +246,13 @@ class Refusal(Mistake):
 
 
 COMPARED_CHARACTERS = 200
-"""Characters of a word that are compared with valid words."""
+"""Number of characters of a word that are compared with valid words."""
 MOST_LISTED = 100
-"""Mistakes that one report lists; it counts the others."""
+"""Maximum number of mistakes that one report lists; it states the number of the others."""
 
 
 class BadConfig(BadInput):
-    """Every mistake in a configuration, reported together; `exit_code` is that of the most serious one."""
+    """All mistakes in a configuration, reported together. `exit_code` is the highest of their exit codes."""
 
     def __init__(self, mistakes: Iterable[Mistake], exit_code: int = EXIT_BAD_INPUT) -> None:
         self.mistakes = tuple(mistakes)
@@ -242,23 +262,29 @@ class BadConfig(BadInput):
 
     @property
     def unlisted(self) -> int:
-        """Number of mistakes that the message and `as_plain` do not list."""
+        """Return the number of mistakes that the message and `as_plain` do not list."""
         return max(0, len(self.mistakes) - MOST_LISTED)
 
     def as_plain(self) -> list[dict[str, Any]]:
-        """The listed mistakes as plain dicts with the keys of `meshwright check --json`."""
+        """Return the listed mistakes as plain dicts with the keys of `meshwright check --json`."""
         return [asdict(mistake) for mistake in self.mistakes[:MOST_LISTED]]
 
 
 def nearest_file(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate file most like `name`, compared without extensions, which all candidates share."""
+    """Return the candidate file whose name is most similar to `name`.
+
+    All candidates have the same extension, which is not compared.
+    """
     names = {PurePath(candidate).stem: candidate for candidate in candidates}
     close = nearest(PurePath(name).stem, names)
     return names[close] if close else None
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like `word` but not equal to it, or None if no similarity reaches `cutoff` (0: different, 1: equal)."""
+    """Return the candidate that is most similar to `word` but not equal to it.
+
+    None if no similarity is at least `cutoff` (0: different, 1: equal).
+    """
     others = [candidate for candidate in candidates if candidate != word]
     matches = get_close_matches(word[:COMPARED_CHARACTERS], others, n=1, cutoff=cutoff)
     return matches[0] if matches else None

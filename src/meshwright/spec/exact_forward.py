@@ -1,4 +1,4 @@
-"""Models whose forward the trainer and the inference engine compute with the same bits."""
+"""Models whose forward has the same bits in the trainer and in the inference engine."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from meshwright.spec.blocks.attention import AttentionSpec
 from meshwright.spec.model import ModelSpec
 
 ROWS = 16
-"""Rows from which on a CPU's matmul computes each alike, and the multiple to which numbers of tokens are padded.
+"""Numbers of tokens are padded to a multiple of this.
 
-Of a number of elements that is no such multiple, torch computes the last ones by other instructions.
+From this number of rows on, a matmul on a CPU computes each row in the same way. And if the number of elements is no
+multiple of it, torch computes the last elements with other instructions.
 """
 VOCABULARY = 8
-"""Multiple of a vocabulary whose head is not padded in training (`kernels.loss`)."""
+"""In training, the head is not padded if the vocabulary is a multiple of this (`kernels.loss`)."""
 
 
 def inexact_reason(model: ModelSpec) -> str | None:
-    """What of a model has no exact forward in this release, in words; None if its forward is exact (`kernels.exact_attention`)."""
+    """Return which part of a model has no exact forward in this release, as text.
+
+    The result is None if the whole forward is exact (`kernels.exact_attention`).
+    """
     for block in model.block_kinds:
         if block.moe is not None:
             return "routed experts"

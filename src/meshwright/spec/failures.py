@@ -1,6 +1,6 @@
-"""The table from exceptions to exit codes and messages.
+"""Says which exit code and which message an exception gets.
 
-Torch-free: torch's exceptions are recognised by their class names.
+Without torch: torch's exceptions are recognised by the names of their classes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from meshwright.spec.errors import (
 )
 
 MEMORY_HINT = "lower plan.micro_batch, set plan.recompute=selective or full, or add ranks"
-"""What to do about memory that ranks do not get."""
+"""What a user can do if ranks do not get enough memory."""
 COMMAND_MEMORY_HINT = (
     "give the command more memory (ulimit -v, the container's or the job's limit), or end what else uses it"
 )
+"""What a user can do if a command does not get enough memory."""
 _OUT_OF_MEMORY = {"OutOfMemoryError", "MemoryError"}
+"""Names of exception classes that mean too little memory."""
 _COMMUNICATION = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+"""Names of exception classes that mean failed communication."""
 _HOST_MEMORY = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|CUDA error: out of memory|can't start new thread|std::bad_alloc|"
     r"failed to map segment from shared object|cannot allocate memory|Cannot allocate memory"
 )
-"""Texts of RuntimeErrors and ImportErrors about host memory: pageable and pinned memory, a thread's stack, a library's code."""
+"""Texts of RuntimeErrors and ImportErrors that mean too little host memory.
+
+They are about pageable memory, pinned memory, the stack of a thread, and the code of a library.
+"""
 _GLOO = re.compile(r"^\[[^\]]*gloo/[^\]]*:\d+\] ")
-"""Prefix of the RuntimeErrors that Gloo raises: the position in its own sources."""
+"""Prefix of the RuntimeErrors that Gloo raises: the position in its own source code."""
 _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
     OutOfResources: (
         {errno.ENOSPC, errno.EDQUOT, errno.EFBIG},
@@ -57,22 +63,23 @@ _BY_NUMBER: dict[type[MeshwrightError], tuple[set[int], str]] = {
         "check that the hosts of the job reach one another",
     ),
 }
+"""Class of the error → (error numbers of the operating system, what a user can do)."""
 
 
 MISSING_PATH_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN}
-"""Error numbers for a file whose folder was deleted, or whose disk or server disappeared."""
+"""Error numbers for a file whose folder was deleted, or whose disk or server is gone."""
 
 
 def missing_path_error(path: object) -> OutOfResources:
-    """The error for a file or folder of a run that no longer exists at its path."""
+    """Return the error for a file or folder of a run that no longer exists at its path."""
     return OutOfResources(f"{path} no longer exists: it was deleted or moved during the run, or its disk was unmounted")
 
 
 def as_meshwright_error(error: BaseException, doing: str = "", *, memory_hint: str = MEMORY_HINT) -> MeshwrightError:
-    """The error to report for `error`: its class gives the exit code, its text is the message.
+    """Return the error that is reported for `error`: its class has the exit code, its text is the message.
 
-    `doing` is the operation, such as "saving step 100"; it begins the message. `memory_hint` ends it when memory is
-    short. An exception that the table does not know is an internal error.
+    `doing` is the operation, such as "saving step 100"; the message begins with it. `memory_hint` ends the message if
+    memory is short. An exception that is not known here becomes an internal error.
     """
     prefix = f"{doing}: " if doing else ""
     if isinstance(error, MeshwrightError):
@@ -93,14 +100,17 @@ def as_meshwright_error(error: BaseException, doing: str = "", *, memory_hint: s
 
 
 def _is_host_memory(error: BaseException) -> bool:
-    """Whether an error without a class of its own is about memory of the host."""
+    """Return whether an exception of a general class means too little host memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, (RuntimeError, ImportError)) and _HOST_MEMORY.search(str(error)) is not None
 
 
 def _of_system(error: OSError, prefix: str) -> MeshwrightError:
-    """The error for an OSError of the operating system; an unknown number is an internal error."""
+    """Return the error for an OSError of the operating system.
+
+    An error number that is not known here becomes an internal error.
+    """
     message = f"{prefix}{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return OutOfResources(f"{message}; raise the limit of open files (ulimit -n) for this process")

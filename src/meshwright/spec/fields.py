@@ -1,8 +1,8 @@
-"""Conversion of frozen dataclasses to and from plain data, shared by files, ranks and checkpoints.
+"""Converts frozen dataclasses to and from plain data, for files, ranks and checkpoints.
 
-A spec class is a frozen dataclass whose fields are int, float, str, bool, None, Literal, tuples, dicts, unions with
+A spec class is a frozen dataclass. Its fields are int, float, str, bool, None, Literal, tuples, dicts, unions with
 None, other spec classes, and unions of spec classes that differ in the Literal of their field `name`. The string below
-a field is its documentation; `Annotated[int, Bound(...)]` limits a number.
+a field is its documentation. `Annotated[int, Bound(...)]` limits a number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bound:
-    """Limits of a number, each optional."""
+    """Limits of a number; None is no limit."""
 
     at_least: float | None = None
     more_than: float | None = None
@@ -39,22 +39,25 @@ class Bound:
 
 @dataclass(frozen=True)
 class Name:
-    """Marks text that is one of the names in a registry, such as `family`, which `spec` does not know.
+    """Marks a text that must be a name in a registry which `spec` does not know, such as `family`.
 
-    Whoever reads files checks it and lists the names (`config.schema`).
+    The code that reads files checks the name and lists the valid names (`config.schema`).
     """
 
     of: str
+    """What is named: "family"."""
 
 
 LARGEST_COUNT = 10**9
-"""Largest count in a run file: products of a few counts stay within a double and 64 bits."""
+"""Largest count in a run file, so that a product of a few counts fits in a double and in 64 bits."""
 Positive = Annotated[int, Bound(at_least=1, at_most=LARGEST_COUNT)]
+"""A count of at least 1."""
 NotNegative = Annotated[int, Bound(at_least=0, at_most=LARGEST_COUNT)]
+"""A count of at least 0."""
 
 
 def to_plain(value: Any) -> Any:
-    """JSON-ready form of a spec object (dicts, lists and scalars only)."""
+    """Return a spec object as dicts, lists and scalars, which JSON can hold."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -65,21 +68,25 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[T], data: Any) -> T:
-    """Rebuild a spec object from its plain form.
+    """Return the spec object of its plain form.
 
-    The data must have been validated (`config.load`) or written by `to_plain`; a key the class lacks raises TypeError.
+    The data must have been validated (`config.load`) or written by `to_plain`. Raises TypeError for a key that the
+    class does not have.
     """
     return _builder(cls)(data)
 
 
 def from_checked_plain(cls: type[T], data: Any) -> T:
-    """`from_plain` of data that a disk may have damaged: raises ValueError that names the first value of another type."""
+    """Return the spec object of its plain form, which a disk may have damaged.
+
+    Raises ValueError, with the place of the first value that has another type.
+    """
     _check_plain(cls, data, "")
     return from_plain(cls, data)
 
 
 def _check_plain(annotation: Any, data: Any, where: str) -> None:
-    """Raise ValueError unless `data` is the plain form of a value of this type."""
+    """Raise ValueError unless `data` is the plain form of a value of this type; `where` is its place for the message."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is Annotated:
@@ -118,6 +125,7 @@ def _check_plain(annotation: Any, data: Any, where: str) -> None:
 
 
 def _is_scalar(annotation: Any, origin: Any, arguments: tuple[Any, ...], data: Any) -> bool:
+    """Return whether `data` is a value of a type that is not made of others."""
     if origin is Literal:
         return type(data) in {type(option) for option in arguments} and data in arguments
     if annotation is float:
@@ -126,6 +134,7 @@ def _is_scalar(annotation: Any, origin: Any, arguments: tuple[Any, ...], data: A
 
 
 def _is_plain(annotation: Any, data: Any) -> bool:
+    """Return whether `data` is the plain form of a value of this type."""
     if annotation is type(None):
         return data is None
     try:
@@ -136,7 +145,7 @@ def _is_plain(annotation: Any, data: Any) -> bool:
 
 
 def within(bound: Any, value: Any) -> bool:
-    """Whether a number is finite and within a Bound."""
+    """Return whether a number is finite and within a Bound."""
     if not isinstance(bound, Bound) or isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
     return (
@@ -149,24 +158,25 @@ def within(bound: Any, value: Any) -> bool:
 
 
 def _inside(where: str, name: str) -> str:
+    """Return the place of a key inside a place, for messages."""
     return f"{where}.{name[:40]}" if where else name[:40]
 
 
 def _shown(value: Any) -> str:
-    """The value as messages show it, short."""
+    """Return a short text of the value, for messages."""
     if isinstance(value, (Mapping, list, tuple)):
         return "a section" if isinstance(value, Mapping) else "a list"
     return repr(value)[:60]
 
 
 def to_sealed_json(value: Any) -> str:
-    """One line of JSON of a spec object, or of a dict, with a digest of its other values."""
+    """Return one line of JSON of a spec object or of a dict, with a digest of its values."""
     plain = to_plain(value)
     return json.dumps({**plain, "digest": _digest(plain)})
 
 
 def from_sealed_json(text: str) -> dict[str, Any]:
-    """The values of a line that `to_sealed_json` wrote. Raises ValueError if damaged."""
+    """Return the values of a line that `to_sealed_json` wrote. Raises ValueError if the line is damaged."""
     try:
         data = json.loads(text)
     except RecursionError as error:
@@ -179,6 +189,7 @@ def from_sealed_json(text: str) -> dict[str, Any]:
 
 
 def _digest(plain: dict[str, Any]) -> str:
+    """Return the digest of plain data, 16 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(plain).encode(), digest_size=8).hexdigest()
 
 
@@ -186,7 +197,7 @@ Build = Callable[[Any], Any]
 
 
 def _builder(annotation: Any) -> Build:
-    """The function that rebuilds a value of this type."""
+    """Return the function that makes a value of this type from its plain form."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -225,12 +236,16 @@ def _build_dataclass(cls: Any, data: Any) -> Any:
 
 @cache
 def _field_builders(cls: type) -> dict[str, Build]:
-    """The function that rebuilds each field of a spec class."""
+    """Return, for each field of a spec class, the function that makes its value."""
     return {name: _builder(annotation) for name, annotation in hints_of(cls).items()}
 
 
 def _union_builder(arguments: tuple[Any, ...]) -> Build:
-    """A dict or list becomes the first spec class or container that it can be; an integer a float if only that is possible."""
+    """Return the function that makes a value of a union.
+
+    A dict or a list becomes the first type of the union that it can be: a spec class or a container. An integer becomes
+    a float if the union has float and not int.
+    """
     options: list[tuple[tuple[type, ...], Build]] = []
     if len(sections := variants(arguments)) > 1:
         return lambda data: _build_dataclass(variant_of(sections, data), data)
@@ -256,12 +271,15 @@ def _union_builder(arguments: tuple[Any, ...]) -> Build:
 
 
 def variants(arguments: Sequence[Any]) -> tuple[type, ...]:
-    """The spec classes among the members of a union."""
+    """Return the spec classes among the members of a union."""
     return tuple(part for part in arguments if isinstance(part, type) and dataclasses.is_dataclass(part))
 
 
 def variant_of(sections: Sequence[type], data: Any) -> type:
-    """The one of several spec classes whose `name` the data has, or a similar one; the first if it has none."""
+    """Return the spec class whose `name` is that of the data, or a similar name.
+
+    The result is the first class if the data have no such name.
+    """
     by_name = {typing.get_args(hints_of(section)["name"])[0]: section for section in sections}
     name = str(data.get("name", "")).lower() if isinstance(data, Mapping) else ""
     return by_name.get(name) or by_name.get(nearest(name, by_name) or "", sections[0])
@@ -269,14 +287,14 @@ def variant_of(sections: Sequence[type], data: Any) -> type:
 
 @cache
 def hints_of(cls: type) -> dict[str, Any]:
-    """The resolved annotations of a spec class's fields, `Annotated` kept."""
+    """Return the types of a spec class's fields, with `Annotated`."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The documentation string below each field in the class's source."""
+    """Return the documentation strings below the fields in the source of a class, by field."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     docs: dict[str, str] = {}
@@ -288,13 +306,13 @@ def field_docs(cls: type) -> dict[str, str]:
 
 @cache
 def docs_of(cls: type) -> dict[str, str]:
-    """The documentation of every field, inherited ones included."""
+    """Return the documentation of every field on one line, also of inherited fields."""
     bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
     return {name: " ".join(text.split()) for base in bases for name, text in field_docs(base).items()}
 
 
 def describe_type(annotation: Any) -> str:
-    """A field's type in words, for help, error messages and the reference; LARGEST_COUNT is not mentioned."""
+    """Return a field's type as text, for help, error messages and the reference. LARGEST_COUNT is not mentioned."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -313,6 +331,7 @@ def describe_type(annotation: Any) -> str:
 
 
 def _describe_bound(bound: Any) -> str:
+    """Return the limits of a number as text: " (≥ 1)"."""
     if not isinstance(bound, Bound):
         return ""
     parts = [("≥", bound.at_least), (">", bound.more_than), ("≤", bound.at_most), ("<", bound.less_than)]

@@ -1,6 +1,6 @@
-"""Reads files that others made or a disk may have damaged: JSON with limits, and files of Hugging Face folders.
+"""Reads files that others wrote or a disk may have damaged: JSON with limits, and files of Hugging Face folders.
 
-In a folder, links that leave it are not followed, and sizes have limits.
+Links that lead out of a folder are not followed, and sizes are limited.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 
 MiB = 1 << 20
 JSON_BYTES = 64 * MiB
+"""Maximum number of bytes of a JSON file; the largest known one has 10 MiB."""
 TOKENIZER_BYTES = 256 * MiB
+"""Maximum number of bytes of a tokenizer's file; the largest known one has 35 MiB."""
 TEMPLATE_BYTES = 4 * MiB
-"""Most bytes of a JSON file, of a tokenizer's file and of a chat template; the largest known have 10, 35 and 0.1 MiB."""
+"""Maximum number of bytes of a chat template; the largest known one has 0.1 MiB."""
 
 MOST_LEVELS = 64
 """Deepest nesting of lists and objects in JSON."""
 MOST_DIGITS = 300
-"""Most characters of a whole number in JSON, so that it is within a double; tokenizers have a `model_max_length` of 10^30."""
+"""Maximum number of characters of a whole number in JSON, so that it fits in a double.
+
+Tokenizers have a `model_max_length` of 10^30.
+"""
 _LONG_NUMBER = re.compile(rf"\d{{{MOST_DIGITS}}}")
 _LARGE_EXPONENT = re.compile(rf"[eE]\+?\d{{3}}|\d{{{MOST_DIGITS}}}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -33,11 +38,17 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def parse_json(
     data: bytes | str, where: object, error_class: type[MeshwrightError] = Damaged, *, own: bool = False, hint: str = ""
 ) -> Any:
-    """The value of JSON that meshwright did not just write itself.
+    """Return the value of JSON text that meshwright did not just write itself.
 
-    Raises `error_class`, whose message begins with `where` and ends with `hint`, for bytes that are not UTF-8, text that is not JSON,
-    numbers that are not finite or have more than `MOST_DIGITS` digits, halves of surrogate pairs, and more than `MOST_LEVELS` levels.
-    With `own`, a record of this project, which may name a file that is not UTF-8 or hold a loss of NaN, these two are kept.
+    Raises `error_class`, whose message begins with `where` and ends with `hint`, for:
+
+    - bytes that are not UTF-8, and text that is not JSON;
+    - numbers that are not finite, and whole numbers with more than `MOST_DIGITS` digits;
+    - half of a surrogate pair, which is no character;
+    - more than `MOST_LEVELS` levels of lists and objects.
+
+    `own` is true for a record of this project. It may have half of a surrogate pair (the name of a file that is not
+    UTF-8) and numbers that are not finite (a loss of NaN).
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
@@ -65,7 +76,7 @@ def parse_json(
 
 
 def _check_levels(value: Any) -> None:
-    """Raise RecursionError for a value of more than `MOST_LEVELS` levels."""
+    """Raise RecursionError for a value with more than `MOST_LEVELS` levels."""
     level = [value]
     for _ in range(MOST_LEVELS + 1):
         containers = [each for each in level if isinstance(each, (dict, list))]
@@ -100,14 +111,15 @@ def _finite(text: str) -> float:
 def read_folder_json(
     file: Path, limit: int = JSON_BYTES, error_class: type[MeshwrightError] = Damaged, *, hint: str = ""
 ) -> Any:
-    """The value in a JSON file of a folder. Raises errors as `read_folder_file` and `parse_json` do."""
+    """Return the value in a JSON file of a folder. Raises errors as `read_folder_file` and `parse_json` do."""
     return parse_json(read_folder_file(file, limit), file, error_class, hint=hint)
 
 
 def read_folder_file(file: Path, limit: int, folder: Path | None = None) -> bytes:
-    """The bytes of a file of `folder`, its own by default.
+    """Return the bytes of a file of `folder`, by default of the folder in which it is.
 
-    Raises BadInput if it is larger than `limit`, no regular file, or a link out of the folder, before any of it is read.
+    Before anything is read, raises BadInput if the file is larger than `limit` bytes, is no regular file, or is a link
+    that leads out of the folder.
     """
     check_inside(file, folder)
     try:
@@ -126,7 +138,7 @@ def read_folder_file(file: Path, limit: int, folder: Path | None = None) -> byte
 
 
 def read_folder_text(file: Path, limit: int, folder: Path | None = None) -> str:
-    """The text of such a file. Raises BadInput also if it is not UTF-8."""
+    """Return the text of such a file. Raises BadInput as `read_folder_file` does, and also if it is not UTF-8."""
     try:
         return read_folder_file(file, limit, folder).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -134,9 +146,10 @@ def read_folder_text(file: Path, limit: int, folder: Path | None = None) -> str:
 
 
 def check_inside(file: Path, folder: Path | None = None) -> None:
-    """Raise BadInput if a file of `folder`, its own by default, is a link to a file outside.
+    """Raise BadInput if a file of `folder`, by default of the folder in which it is, is a link to a file outside.
 
-    A folder `snapshots/REVISION` of the Hugging Face cache has links to `blobs` beside `snapshots`, which are inside.
+    In the Hugging Face cache, a folder `snapshots/REVISION` has links to the folder `blobs`, which is next to
+    `snapshots`. These links count as inside.
     """
     folder = folder or file.parent
     real = Path(os.path.realpath(file))

@@ -1,4 +1,4 @@
-"""Folders of the user that outlive a run."""
+"""Folders of the user that remain after a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from meshwright.spec.errors import BadInput
 
 CACHE_HINT = "set XDG_CACHE_HOME to a folder that this user can write"
-"""Advice to a user without a home."""
+"""What a user without a home folder can do."""
 
 
 def user_cache(env: Mapping[str, str] = os.environ) -> Path:
-    """Folder for data that can be made again: `$XDG_CACHE_HOME/meshwright`, or `~/.cache/meshwright`.
+    """Return the folder for data that can be made again: `$XDG_CACHE_HOME/meshwright`, or `~/.cache/meshwright`.
 
-    Raises BadInput for a user who has no home, as the numbered ones of containers.
+    Raises BadInput for a user without a home folder, such as the numbered users of containers.
     """
     try:
         return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
@@ -24,14 +24,14 @@ def user_cache(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def compiler_cache(env: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder in which torch's compiler caches its results, created if needed; None if it cannot be written.
+    """Return the folder in which torch's compiler caches its results, after creating it; None if it cannot be written.
 
-    A later start then compiles nothing. Torch's default is in /tmp, which ends with the host or the container and in
-    which any user can create files first.
+    With it, a later start compiles nothing. Torch's own default is in /tmp, which is lost with the host or the
+    container, and in which any user can create files first.
     """
     try:
         folder = user_cache(env) / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, BadInput):  # no home, or one that is read-only
+    except (OSError, BadInput):  # there is no home folder, or it is read-only
         return None
     return folder if os.access(folder, os.W_OK) else None

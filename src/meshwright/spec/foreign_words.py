@@ -1,6 +1,7 @@
-"""Words of other programs, and what to write here: torchtitan, Hugging Face's Trainer, TRL, verl, axolotl and vLLM.
+"""Words of other programs, and what to write here instead: of torchtitan, Hugging Face's Trainer, TRL, verl, axolotl
+and vLLM.
 
-The check of run files and settings, and the command line, read this one table.
+The check of run files and settings uses this table, and so does the command line.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ _TLS = "put a proxy with TLS in front"
 
 
 class Meaning(NamedTuple):
-    """What a foreign word means here; without a key there is only advice, without advice the key has the same values."""
+    """What a word of another program means here."""
 
     key: str | None = None
+    """The key with this meaning; None if there is only advice."""
     advice: str | None = None
+    """What to write; None if the key takes the same values as in the other program."""
 
 
 TRAINING = {
@@ -226,7 +229,7 @@ TRAINING = {
     "first_k_dense_replace": Meaning("model.first_dense_layers"),
     "tie_word_embeddings": Meaning("model.tied"),
 }
-"""By word, the dotted key of a run file."""
+"""Word → its meaning, with the dotted key of a run file."""
 
 SERVING = {
     "model": Meaning(None, "name the folder without an option: meshwright serve DIR"),
@@ -271,7 +274,7 @@ SERVING = {
     "ssl_certfile": Meaning(None, _TLS),
     "seed": Meaning(None, "`seed` is a field of a request"),
 }
-"""By word, the key of the settings of `serve`."""
+"""Word → its meaning, with the key of the settings of `serve`."""
 
 OTHER_OPTIONS = {
     "max_tokens": "tokens",
@@ -287,22 +290,22 @@ OTHER_OPTIONS = {
     "output": "out",
     "resume": "fresh",
 }
-"""By word, the name of an option of another command that has it."""
+"""Word → the option with this meaning, for other commands that have this option."""
 
 THIS_MACHINE = {"auto", "cuda", "device", "gpu", "gpus", "nvidia"}
-"""What is written for `cluster.gpu` where the devices of this machine are meant."""
+"""Values of `cluster.gpu` that people write if they mean the devices of this machine."""
 
 
 def normalized(word: str) -> str:
-    """`--Max-Steps` as `max_steps`."""
+    """Return a word in the form of the tables: `--Max-Steps` becomes `max_steps`."""
     return word.lstrip("-").lower().replace("-", "_")
 
 
 def option_hint(word: str, options: frozenset[str], is_key: Callable[[str], bool], takes_keys: bool) -> str | None:
-    """What to write in place of the unknown option `word` of a command; None if it is no known word.
+    """Return what to write instead of the unknown option `word` of a command; None if the word is not known.
 
-    `options` are the command's own, without dashes; `takes_keys`: it takes KEY=VALUE arguments, whose keys `is_key`
-    knows.
+    `options` are the command's own options, without dashes. `takes_keys` is true if the command takes KEY=VALUE
+    arguments; `is_key` returns whether a key is valid.
     """
     name = normalized(word)
     if takes_keys:
@@ -321,9 +324,11 @@ def option_hint(word: str, options: frozenset[str], is_key: Callable[[str], bool
 
 
 def no_folder_hint(text: str, *, dataset: bool = False) -> str:
-    """What to do where `text` was given for a folder and is none: the end of a message, empty if nothing is known.
+    """Return what to do if `text` was given as a folder but is none: the end of a message, empty if nothing is known
+    about it.
 
-    A hub's model or data set is known by its form ORG/NAME where there is no folder ORG, a GGUF file by its name.
+    A text ORG/NAME without a folder ORG is taken for a model or a data set of a hub; a name with `.gguf` is a GGUF
+    file.
     """
     path = Path(text)
     if path.suffix.lower() == ".gguf":

@@ -1,4 +1,4 @@
-"""Requirements of fp8 matmuls on a model and its mesh (docs/design/fp8.md)."""
+"""What fp8 matmuls require of a model and its mesh (docs/design/fp8.md)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from meshwright.spec.model import ModelSpec
 
 FP8_MULTIPLE = 16
-"""Every dimension of an fp8 matmul is a multiple of this."""
+"""Every dimension of an fp8 matmul must be a multiple of this."""
 FP8_WIDTH_KEYS = (
     "hidden",
     "ffn_hidden",
@@ -21,16 +21,19 @@ FP8_WIDTH_KEYS = (
     "rope_head_dim",
     "value_head_dim",
 )
-"""Keys of a model that give the dimensions of its matmuls."""
+"""Keys of a model that decide the dimensions of its matmuls."""
 
 
 def supports_fp8(model: ModelSpec, seq_len: int, context: int = 1) -> bool:
-    """Whether the dimensions of all matmuls allow fp8, at `seq_len` tokens on `context` ranks."""
+    """Return whether the dimensions of all matmuls allow fp8, with `seq_len` tokens divided over `context` ranks."""
     return not any(size % FP8_MULTIPLE for size in linear_dimensions(vars(model), seq_len, context).values())
 
 
 def linear_dimensions(model: Mapping[str, int | None], seq_len: int | None, context: int) -> dict[str, int]:
-    """Dimensions of the linear layers' matmuls on one of `context` ranks, by name; unknown ones are left out."""
+    """Return the dimensions of the linear layers' matmuls on one of `context` ranks, by a name for messages.
+
+    Unknown ones are left out.
+    """
     hidden, ffn_hidden, heads, kv_heads, head_dim, expert, shared, queries, latent, rotated, value = (
         model.get(key) for key in FP8_WIDTH_KEYS
     )

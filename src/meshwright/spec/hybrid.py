@@ -1,4 +1,7 @@
-"""Requirements of the hybrid axis on the model and on the other axes."""
+"""What hybrid ranks require of the model and of the other axes.
+
+Hybrid ranks read different samples, and any number of them can divide a long sample.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,25 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import CONTEXT_AXES, AxisName, Plan
 
 REFUSED_BESIDE: tuple[AxisName, ...] = ("shard", "replicate", *CONTEXT_AXES)
-"""Axes that cannot have several ranks beside the hybrid axis."""
+"""Axes that must have one rank if there are hybrid ranks."""
 SCHEDULES = ("1f1b", "breadth_first")
 """Schedules of hybrid ranks without pipelines."""
 PIPELINE_SCHEDULES = (*SCHEDULES, "gpipe", "interleaved", "zb_h1", "zbv")
-"""Schedules of hybrid ranks that are pipelines: those for any number of micro-batches."""
+"""Schedules of hybrid ranks with pipelines: those that support any number of micro-batches."""
 Numbering = Literal["own", "common", "equal"]
-"""How data ranks count their slots of a step.
+"""How data ranks number the slots of a step. A slot is the space for one micro-batch of a rank.
 
-own: each from 0. common: in one order of all ranks (`policies.slot_order`), in which ranks leave numbers out. equal: the same, with empty
-slots for the numbers left out.
+own: each rank counts from 0. common: all ranks use one order of slots (`policies.slot_order`), and a rank leaves out
+the numbers for which it has no slot. equal: the same, but a rank has an empty slot for each number that it would leave
+out.
 """
 
 
 def hybrid_error(sizes: Mapping[str, int], *, windowed: bool, by_length: bool, altered_scores: bool) -> str | None:
-    """Return the first unmet requirement of hybrid ranks, in words; None if all are met.
+    """Return the first requirement of hybrid ranks that is not met, as text; None if all are met.
 
-    `sizes` are those of the other axes, `windowed` tells whether layers of the model attend to a window, `by_length` whether their
-    rotation depends on the length of a sequence (LongRoPE), `altered_scores` whether attention has sinks or caps.
+    `sizes` are the numbers of ranks of other axes. `windowed`: some layers attend to a window. `by_length`: their
+    rotation depends on the length of a sequence (LongRoPE). `altered_scores`: attention has sinks or caps.
     """
     other = next((axis for axis in REFUSED_BESIDE if sizes.get(axis, 1) > 1), None)
     if other is not None:
@@ -42,7 +46,7 @@ def hybrid_error(sizes: Mapping[str, int], *, windowed: bool, by_length: bool, a
 
 
 def model_error(spec: ModelSpec, sizes: Mapping[str, int] | None = None) -> str | None:
-    """`hybrid_error` of a model beside other axes of these sizes."""
+    """Return `hybrid_error` of a model, with other axes of these sizes."""
     return hybrid_error(
         sizes or {},
         windowed=spec.windowed,
@@ -52,22 +56,25 @@ def model_error(spec: ModelSpec, sizes: Mapping[str, int] | None = None) -> str 
 
 
 def schedules_of(pipeline: int) -> tuple[str, ...]:
-    """Schedules of hybrid ranks with this number of pipeline ranks each."""
+    """Return the schedules of hybrid ranks, each with `pipeline` pipeline ranks."""
     return PIPELINE_SCHEDULES if pipeline > 1 else SCHEDULES
 
 
 def slot_numbering(plan: Plan) -> Numbering:
-    """How data ranks of a plan count their slots: expert ranks exchange tokens in each, so they have equally many."""
+    """Return how the data ranks of a plan number their slots.
+
+    Expert ranks exchange tokens in every slot, so all of them must have the same number of slots.
+    """
     if plan.axis_size("hybrid") == 1 or (plan.experts is not None and plan.experts.expert > 1):
         return "equal"
     return "own" if plan.axis_size("pipeline") == 1 else "common"
 
 
 def capacity_error(capacity: int, ranks: int, tensor: int, longest: int, longer: int = 0) -> tuple[str, int] | None:
-    """Return the unmet requirement of a slot of `capacity` tokens and the nearest valid capacity; None if it is valid.
+    """Return (what is required of a slot of `capacity` tokens, the nearest valid capacity); None if it is valid.
 
-    `ranks` hybrid ranks hold the longest sample together, in slots with offload of `longer` tokens if there are any, and `tensor` ranks
-    divide a slot.
+    `ranks` hybrid ranks together must hold the longest sample of `longest` tokens, in slots with offload of `longer`
+    tokens if there are such slots. `tensor` ranks divide a slot.
     """
     unit = math.lcm(2, tensor)
     if max(capacity, longer) * ranks < longest:
@@ -79,16 +86,21 @@ def capacity_error(capacity: int, ranks: int, tensor: int, longest: int, longer:
 
 
 def least_capacity(ranks: int, tensor: int, longest: int) -> int:
-    """Tokens of the smallest slots in which `ranks` hybrid ranks hold the longest sample."""
+    """Return the tokens of the smallest slots in which `ranks` hybrid ranks together hold a sample of `longest` tokens."""
     unit = math.lcm(2, tensor)
     return -(-longest // (ranks * unit)) * unit
 
 
 def exchanged_heads(kv_heads: int, tensor: int) -> int:
-    """Key/value heads of a rank: ranks of a divided sample whose number divides them may exchange tokens for heads."""
+    """Return the number of key/value heads of a rank.
+
+    Ranks that divide a sample may exchange tokens for heads if their number divides it.
+    """
     return max(1, kv_heads // tensor)
 
 
 def keeps_weights(plan: Plan) -> bool:
-    """Whether no micro-batch of a plan has a collective of its own: units stay gathered, or run in layered order."""
+    """Return whether no micro-batch of a plan needs a collective of its own: units stay gathered, or run in layered
+    order.
+    """
     return plan.layered or all(not layer.reshard and layer.gradients == "whole" for layer in plan.layers)

@@ -1,7 +1,8 @@
-"""Parameter → part of a rank of the inference engine. Torch-free.
+"""Which part of each parameter a rank of the inference engine has. Without torch.
 
-As in training (`spec.layout`), except for routed experts: each tensor rank has a part of the width of every expert, so that all ranks have
-the same work whatever the routers choose, and tokens need not travel. Expert ranks have whole experts, and all of the other layers.
+The parts are as in training (`spec.layout`), except for routed experts. Each tensor rank has a part of the width of
+every expert. So all ranks have the same work, whatever the routers choose, and no tokens are sent. Expert ranks have
+whole experts, and all of the other layers.
 """
 
 from __future__ import annotations
@@ -23,19 +24,23 @@ from meshwright.spec.model import ModelSpec, ParameterSpec
 
 
 class ParameterBox(NamedTuple):
-    """A box of a parameter: its first element and its size, by dimension."""
+    """A box of a parameter."""
 
     offsets: tuple[int, ...]
+    """First element of the box in each dimension."""
     sizes: tuple[int, ...]
+    """Size of the box in each dimension."""
 
 
 def rank_pieces(
     spec: ModelSpec, parameter: ParameterSpec, part: AxisPart, experts: AxisPart = WHOLE
 ) -> tuple[ParameterBox, ...]:
-    """The pieces of a parameter that tensor rank `part` or rank `experts` holds, in order along `piece_dimension`.
+    """Return the boxes of a parameter that tensor rank `part`, or expert rank `experts`, has.
 
-    `split_error` and `experts_error` say which models can be divided. A bias that is added after a sum over tensor ranks is on the first
-    one only.
+    They follow each other along `piece_dimension`.
+
+    `split_error` and `experts_error` say which models can be divided. A bias that is added after an all-reduce over
+    tensor ranks is only on the first rank.
     """
     if parameter.expert and experts.count > 1:
         owned = even_rows(spec.experts, experts.count, experts.index)
@@ -48,12 +53,12 @@ def rank_pieces(
 
 
 def piece_dimension(parameter: ParameterSpec) -> int:
-    """The dimension along which the pieces of a parameter follow one another in a rank's part."""
+    """Return the dimension along which the boxes of a parameter are joined in a rank's part."""
     return 1 if parameter.expert else 0
 
 
 def rank_shape(spec: ModelSpec, parameter: ParameterSpec, part: AxisPart) -> tuple[int, ...] | None:
-    """The shape of a rank's part of a parameter; None if it has none."""
+    """Return the shape of a rank's part of a parameter; None if the rank has no part of it."""
     sizes = [piece.sizes for piece in rank_pieces(spec, parameter, part)]
     if not sizes:
         return None
@@ -63,7 +68,10 @@ def rank_shape(spec: ModelSpec, parameter: ParameterSpec, part: AxisPart) -> tup
 
 
 def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """The dimensions of the blocks of one rank. The number of experts, vocabulary and hidden width are the whole model's."""
+    """Return a model with the dimensions of the blocks of one of `ranks` tensor ranks.
+
+    The number of experts, the vocabulary and the hidden width are those of the whole model.
+    """
     widths = {name: kind.ffn_hidden and kind.ffn_hidden // ranks for name, kind in spec.blocks.items()}
     return replace(
         spec,
@@ -77,7 +85,10 @@ def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
 
 
 def split_error(spec: ModelSpec, ranks: int) -> str | None:
-    """The numbers of tensor ranks that can divide the model for inference, in words, if `ranks` cannot; None if they can."""
+    """Return which numbers of tensor ranks can divide the model for inference, as text, if `ranks` cannot.
+
+    The result is None if they can.
+    """
     if error := tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, None):
         return error
     for name in ("expert_hidden", "shared_expert_hidden"):
@@ -87,16 +98,18 @@ def split_error(spec: ModelSpec, ranks: int) -> str | None:
 
 
 def experts_error(spec: ModelSpec, ranks: int) -> str | None:
-    """The numbers of ranks that can share the model's experts, in words, if `ranks` cannot; None if they can."""
+    """Return which numbers of ranks can divide the model's experts, as text, if `ranks` cannot; None if they can."""
     if not spec.experts:
         return "1, as the model has no experts"
     return f"a divisor of model.experts = {spec.experts}" if spec.experts % ranks else None
 
 
 def _expert_pieces(spec: ModelSpec, parameter: ParameterSpec, part: AxisPart) -> Iterator[ParameterBox]:
-    """Input weights `(experts, matrices · width, hidden)` are divided in dimension 1, `down` `(experts, hidden, width)` in 2.
+    """Yield the boxes of a tensor rank in a parameter of routed experts.
 
-    Biases `(experts, …)` follow their layer; those of `down` are added after a sum over the ranks, so the first one has them.
+    The weights of their inputs `(experts, matrices · width, hidden)` are divided in dimension 1, the weights `down`
+    `(experts, hidden, width)` in dimension 2. Biases `(experts, …)` are divided as their layer is. The biases of `down`
+    are added after an all-reduce over the ranks, so only the first rank has them.
     """
     width, (experts, first, *second) = spec.expert_hidden, parameter.shape
     columns = even_rows(width, part.count, part.index)

@@ -1,4 +1,7 @@
-"""The token of a job on several hosts: every connection between its agents, coordinator and snapshot servers shows it."""
+"""The token of a job on several hosts.
+
+Every connection between its agents, coordinator and snapshot servers must show it.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,16 @@ from pathlib import Path
 from meshwright.spec.errors import BadInput
 
 TOKEN_VARIABLE = "MESHWRIGHT_TOKEN_FILE"
-"""Environment variable with the file that holds the job token."""
+"""Environment variable with the path of the file that has the token."""
 SHORTEST_TOKEN = 16
-"""Fewest characters of a token."""
+"""Minimum number of characters of a token."""
 
 
 def job_token(env: Mapping[str, str] | None = None) -> str:
-    """The token in the file that the environment names. Raises BadInput if it is missing, too short or public."""
+    """Return the token in the file that the environment names.
+
+    Raises BadInput if it is missing or too short, or if every user of the host can open the file.
+    """
     path = (os.environ if env is None else env).get(TOKEN_VARIABLE)
     advice = f"(umask 077; head -c 32 /dev/urandom | base64 > token) and export {TOKEN_VARIABLE}=token on every host"
     if path is None:

@@ -1,4 +1,4 @@
-"""Values that a user names in an option: one name, or a list such as `H100,B200`."""
+"""Values that a user names in an option: one name, or several such as `H100,B200`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ Value = TypeVar("Value")
 
 
 def value_named(name: str, known: Mapping[str, Value], option: str) -> Value:
-    """The value of `known` with this name, without regard to case and punctuation. Raises BadInput with the nearest name."""
+    """Return the value of `known` with this name.
+
+    Case and punctuation do not matter. Raises BadInput with the nearest name.
+    """
     return known[_known_name(name, known, option)]
 
 
 def values_listed(text: str, known: Mapping[str, Value], option: str) -> tuple[Value, ...]:
-    """The values of a list of names with commas between them, each once. Raises BadInput for an unknown name and an empty list."""
+    """Return the values of names with commas between them, each once.
+
+    Raises BadInput for an unknown name and for an empty list.
+    """
     names = [name.strip() for name in text.split(",")]
     found = dict.fromkeys(_known_name(name, known, option) for name in names if name)
     if not found:
@@ -27,7 +33,7 @@ def values_listed(text: str, known: Mapping[str, Value], option: str) -> tuple[V
 
 
 def _known_name(name: str, known: Iterable[str], option: str) -> str:
-    """The name as `known` spells it."""
+    """Return the name as `known` spells it."""
     names = {_plain(each): each for each in known}
     wanted = _plain(name)
     if wanted in names:
@@ -38,4 +44,5 @@ def _known_name(name: str, known: Iterable[str], option: str) -> str:
 
 
 def _plain(name: str) -> str:
+    """Return a name without case and punctuation."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

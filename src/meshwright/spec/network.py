@@ -16,72 +16,85 @@ Fabric = Literal["infiniband", "roce", "efa", "tcp"]
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkSpec:
-    """A network of two levels, with one oversubscribed level above. Keys left out use the chip's reference machine."""
+    """A network of two levels (inside a node, between nodes), maybe with an oversubscribed level above.
+
+    A key that is left out is that of the chip's reference machine.
+    """
 
     fabric: Fabric | None = None
-    """Network between nodes; it gives the latency when `port_us` does not."""
+    """Network between nodes. It decides the latency if `port_us` is not given."""
     link_gb_per_s: Rate | None = None
     """Bytes per second and direction that one device moves to its neighbours inside a domain, in GB/s."""
     link_us: Rate | None = None
     """Latency of one step inside a domain, microseconds."""
     port_gb_per_s: Rate | None = None
-    """A device's share of its node's network ports, one direction, in GB/s (a 400 Gb/s port for each device: 50)."""
+    """A device's share of its node's network ports, one direction, in GB/s (50 if each device has a port of 400 Gb/s).
+    """
     port_us: Rate | None = None
     """Latency of one step across nodes, microseconds."""
     domain: Positive | None = None
-    """Devices connected at link speed: those of a node, or more where links leave the node (NVL72: 64 or 72)."""
+    """Number of devices that are connected at link speed: those of a node, or more if links leave the node (NVL72: 64
+    or 72).
+    """
     pod_nodes: Positive | None = None
-    """Nodes below the oversubscribed level; none if there is no such level."""
+    """Number of nodes below the oversubscribed level; none if there is no such level."""
     oversubscription: Annotated[float, Bound(at_least=1, at_most=1e6)] = 1.0
-    """Bandwidth below that level over bandwidth above it."""
+    """Bandwidth below that level divided by the bandwidth above it."""
     bridge_gb_per_s: Rate | None = None
-    """A device's share of the TCP connection between nodes of different fabrics, in GB/s.
-    None takes the slower of the two ports."""
+    """A device's share of the TCP connection between nodes of different fabrics, in GB/s. none is the slower of the two
+    ports.
+    """
     interface: str | None = None
     """Network interface that TCP between nodes uses, as `ip link` names it; none leaves the choice to NCCL and Gloo."""
     socket_threads: Annotated[int, Bound(at_least=1, at_most=16)] | None = None
-    """Threads that serve the TCP sockets of one connection between nodes; none takes NCCL's own number."""
+    """Number of threads for the TCP sockets of one connection between nodes; none is NCCL's own number."""
     sockets_per_thread: Annotated[int, Bound(at_least=1, at_most=16)] | None = None
-    """TCP sockets each of those threads serves; NCCL allows 64 sockets a connection."""
+    """Number of TCP sockets of each of those threads. NCCL allows 64 sockets per connection."""
     timeout_seconds: Positive | None = None
-    """How long a collective may take on this cluster before the run ends; none takes `train.timeout_seconds`."""
+    """Longest time of a collective on this cluster, after which the run ends; none is `train.timeout_seconds`."""
     ib_timeout: Annotated[int, Bound(at_least=1, at_most=31)] | None = None
-    """InfiniBand and RoCE: a packet is sent again after 4.096 µs × 2 to this power; none takes NCCL's own number."""
+    """InfiniBand and RoCE: a packet is sent again after 4.096 µs · 2^n, where n is this number; none is NCCL's own
+    number.
+    """
     retries: Annotated[int, Bound(at_least=1, at_most=7)] | None = None
-    """InfiniBand and RoCE: times a packet is sent again before the connection fails; none takes NCCL's own number."""
+    """InfiniBand and RoCE: how often a packet is sent again before the connection fails; none is NCCL's own number."""
 
 
 FABRIC_US = {"infiniband": 5.0, "roce": 8.0, "efa": 15.0, "tcp": 30.0}
-"""Latency of one collective step by fabric, microseconds (NCCL's own tuning tables; measured on 8×H200 over TCP)."""
+"""Latency of one step of a collective in microseconds, by fabric (NCCL's own tuning tables; measured on 8×H200 over
+TCP).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Nodes that differ from the others of the cluster; their ranks follow those of the other nodes."""
+    """Nodes that differ from the other nodes of the cluster. Their ranks follow after those of the other nodes."""
 
     nodes: Positive
     """Number of nodes."""
     gpu: str | None = None
-    """Their chip, if it differs."""
+    """Chip of these nodes, if it differs."""
     port_gb_per_s: Rate | None = None
-    """Their devices' share of network ports in GB/s, if it differs."""
+    """A device's share of the network ports of these nodes in GB/s, if it differs."""
     link_gb_per_s: Rate | None = None
-    """Bytes per second and direction from one of their devices to its neighbours in a domain, in GB/s, if it differs."""
+    """GB/s from a device of these nodes to its neighbours in a domain, one direction, if it differs."""
     fabric: Fabric | None = None
-    """The network between them, if it differs; only TCP connects nodes of different fabrics."""
+    """Network between these nodes, if it differs. Only TCP connects nodes of different fabrics."""
 
 
 EMULATED_SOCKET_THREADS = 4
+"""`socket_threads` between emulated nodes by default, because one socket cannot fill the loopback interface."""
 EMULATED_SOCKETS_PER_THREAD = 4
-"""Defaults of emulated nodes: one socket cannot saturate the loopback interface."""
+"""`sockets_per_thread` between emulated nodes by default."""
 
 
 def network_environment(cluster: ClusterSpec, local_rank: int) -> dict[str, str]:
-    """Environment variables that make NCCL and Gloo use the network as `cluster` says, for one rank of a host.
+    """Return environment variables that make NCCL and Gloo use the network as `cluster` says, for rank `local_rank` of
+    a host.
 
-    Variables exported by the user take precedence; the caller applies that. With `emulate_nodes`, groups of this host's
-    ranks get host ids of their own in NCCL, so that they communicate over TCP on loopback. This affects NCCL only:
-    other communication calls `World.refuse_across_nodes`.
+    Variables that the user exports take precedence; the caller takes care of that. With `emulate_nodes`, each group of
+    this host's ranks gets a host id of its own in NCCL, so that groups communicate over TCP on loopback. That affects
+    only NCCL; other communication calls `World.refuse_across_nodes`.
     """
     network = cluster.network or NetworkSpec()
     threads = network.socket_threads

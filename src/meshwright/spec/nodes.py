@@ -1,8 +1,9 @@
-"""Clusters of different node types: runs of equal nodes, and the node types of each pipeline rank.
+"""Clusters with different types of nodes: how many nodes of each type follow each other, and which types each pipeline
+rank has.
 
-The groups of a cluster follow its other nodes in the order in which they are listed, and ranks fill nodes in that
-order. A pipeline rank runs its collectives and layers on its own nodes, so it is as slow as the slowest of those, not
-as the slowest of the cluster.
+The groups of a cluster follow its other nodes in the order in which they are listed, and ranks fill the nodes in that
+order. A pipeline rank computes its layers and runs its collectives on its own nodes. So it is as slow as the slowest of
+its own nodes, not of the whole cluster.
 """
 
 from __future__ import annotations
@@ -21,36 +22,46 @@ from meshwright.spec.network import FABRIC_US, Fabric, NetworkSpec
 
 @dataclass(frozen=True)
 class NodeType:
-    """The chip of a node and its network; None uses the chip's reference machine."""
+    """A type of nodes: the chip and its network. None is the value of the chip's reference machine."""
 
     gpu: str
+    """Name of the chip."""
     link_gb_per_s: float | None
+    """GB/s from a device to its neighbours inside the node."""
     port_gb_per_s: float | None
+    """GB/s of a device's share of the node's network ports."""
     fabric: Fabric | None
     port_us: float | None
+    """Latency of one step of a collective across nodes, microseconds."""
 
     @property
     def link(self) -> float:
-        """Bytes/s of one device to its neighbours inside the node; infinite for a device that is not in the table."""
+        """Return the bytes/s from a device to its neighbours inside the node.
+
+        The result is infinite for a device that is not in the chip table.
+        """
         if self.link_gb_per_s:
             return self.link_gb_per_s * 1e9
         return CHIPS[self.gpu].link if self.gpu in CHIPS else inf
 
     @property
     def port(self) -> float:
-        """Bytes/s of one device's share of the node's ports; infinite for a device that is not in the table."""
+        """Return the bytes/s of a device's share of the node's ports.
+
+        The result is infinite for a device that is not in the chip table.
+        """
         if self.port_gb_per_s:
             return self.port_gb_per_s * 1e9
         return CHIPS[self.gpu].nic if self.gpu in CHIPS else inf
 
     @property
     def peak(self) -> float:
-        """FLOP/s that order chips by speed; 0 for a chip that is not in the table."""
+        """Return the FLOP/s by which chips are compared; 0 for a chip that is not in the table."""
         return CHIPS[self.gpu].half_peak if self.gpu in CHIPS else 0.0
 
 
 def node_type_runs(cluster: ClusterSpec) -> tuple[tuple[NodeType, int], ...]:
-    """The cluster's nodes in order, as runs: (node type, number of nodes)."""
+    """Return (node type, number of nodes) for each sequence of equal nodes, in the order of the cluster's nodes."""
     network = cluster.network or NetworkSpec()
     us = network.port_us or (FABRIC_US[network.fabric] if network.fabric else None)
     plain = NodeType(cluster.gpu, network.link_gb_per_s, network.port_gb_per_s, network.fabric, us)
@@ -70,7 +81,7 @@ def node_type_runs(cluster: ClusterSpec) -> tuple[tuple[NodeType, int], ...]:
 
 
 def node_types_by_rank(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[NodeType, ...], ...]:
-    """By pipeline rank, the types of the nodes of the rank, in their order."""
+    """Return for each pipeline rank the types of its nodes, in the order of the nodes."""
     runs = node_type_runs(cluster)
     starts = [0, *accumulate(nodes for _, nodes in runs)][:-1]
     pipeline = layout.size("pipeline")
@@ -87,7 +98,9 @@ def node_types_by_rank(cluster: ClusterSpec, layout: Layout) -> tuple[tuple[Node
 
 
 def uniform_cluster(cluster: ClusterSpec, node_types: Sequence[NodeType]) -> ClusterSpec:
-    """The cluster with every node as slow as the slowest of `node_types`, whose nodes communicate with each other."""
+    """Return the cluster with all nodes as slow as the slowest of `node_types`, if nodes of all these types communicate
+    with each other.
+    """
     slowest = node_types[0]
     uniform = replace(cluster, groups=())
     if len(node_types) == 1 and node_type_runs(uniform)[0][0] == slowest:
@@ -99,7 +112,10 @@ def uniform_cluster(cluster: ClusterSpec, node_types: Sequence[NodeType]) -> Clu
 
 
 def rank_clusters(cluster: ClusterSpec, layout: Layout) -> tuple[ClusterSpec, ...]:
-    """By pipeline rank, a uniform cluster as slow as the rank's nodes; the cluster itself if all nodes are alike."""
+    """Return for each pipeline rank a cluster of equal nodes that is as slow as the rank's own nodes.
+
+    If all nodes are equal, it is the cluster itself.
+    """
     if not cluster.groups:
         return (cluster,) * layout.size("pipeline")
     node_types = node_types_by_rank(cluster, layout)
@@ -108,13 +124,19 @@ def rank_clusters(cluster: ClusterSpec, layout: Layout) -> tuple[ClusterSpec, ..
 
 
 def slowest_rank_cluster(cluster: ClusterSpec, layout: Layout) -> ClusterSpec:
-    """A uniform cluster with the slowest chip, link and port of any pipeline rank, for costs that assume one machine."""
+    """Return a cluster of equal nodes with the slowest chip, link and port of any pipeline rank.
+
+    It is for costs that assume equal nodes.
+    """
     ranks = tuple(dict.fromkeys(rank_clusters(cluster, layout)))
     return ranks[0] if len(ranks) == 1 else _merged(cluster, tuple(node_type_runs(rank)[0][0] for rank in ranks))
 
 
 def memory_limits(cluster: ClusterSpec, layout: Layout) -> tuple[int, ...] | None:
-    """By pipeline rank, the memory of its smallest device in bytes; None for `cpu` and chips that are not in the table."""
+    """Return for each pipeline rank the memory of its smallest device in bytes.
+
+    The result is None for `cpu` and for chips that are not in the table.
+    """
     smallest = cluster.memory_bytes()
     if smallest is None:
         return None
@@ -127,9 +149,11 @@ def memory_limits(cluster: ClusterSpec, layout: Layout) -> tuple[int, ...] | Non
 
 
 def _between(cluster: ClusterSpec, first: NodeType, second: NodeType) -> NodeType:
-    """The network between nodes of two types: the slower port; TCP, over the bridge if there is one, if fabrics differ.
+    """Return the network between nodes of two types.
 
-    InfiniBand and RoCE cannot communicate with each other; NCCL falls back to sockets (Holmes, arXiv 2312.03549).
+    It has the slower of the two ports. If the fabrics differ, the nodes communicate over TCP, and over the bridge if
+    there is one. InfiniBand and RoCE cannot communicate with each other, so NCCL uses sockets (Holmes, arXiv
+    2312.03549).
     """
     slower = min(first, second, key=lambda node_type: node_type.port)
     if first.fabric == second.fabric:
@@ -141,7 +165,9 @@ def _between(cluster: ClusterSpec, first: NodeType, second: NodeType) -> NodeTyp
 
 
 def _merged(cluster: ClusterSpec, node_types: Sequence[NodeType]) -> ClusterSpec:
-    """The cluster with every node as slow as the slowest of `node_types`, which only pipeline edges connect."""
+    """Return the cluster with all nodes as slow as the slowest of `node_types`, if only pipeline stages connect nodes
+    of different types.
+    """
     slow = min(node_types, key=lambda node_type: node_type.port)
     latency = (
         None
@@ -153,6 +179,7 @@ def _merged(cluster: ClusterSpec, node_types: Sequence[NodeType]) -> ClusterSpec
 
 
 def _with(cluster: ClusterSpec, node_type: NodeType, joined: Sequence[NodeType]) -> ClusterSpec:
+    """Return a cluster of equal nodes of type `node_type`; its link is the slowest of the types `joined`."""
     link = node_type.link_gb_per_s if len(joined) == 1 else _gb_per_s(min(node.link for node in joined))
     network = cluster.network or NetworkSpec()
     network = replace(
@@ -162,10 +189,10 @@ def _with(cluster: ClusterSpec, node_type: NodeType, joined: Sequence[NodeType])
         fabric=node_type.fabric,
         port_us=node_type.port_us,
     )
-    profile = cluster.profile if node_type.gpu == cluster.gpu else None  # measured on another chip
+    profile = cluster.profile if node_type.gpu == cluster.gpu else None  # a profile of another chip does not apply
     return replace(cluster, gpu=node_type.gpu, groups=(), network=network, profile=profile)
 
 
 def _gb_per_s(rate: float) -> float | None:
-    """Bytes/s converted to the GB/s of a cluster file; None for an infinite rate."""
+    """Return bytes/s as GB/s, the unit of a cluster file; None if infinite."""
     return rate / 1e9 if rate < inf else None

@@ -1,4 +1,4 @@
-"""Plan names in common terms: PP, FSDP, HSDP, DDP, CP, TP, EP and ZeRO stages."""
+"""Names of plans in common terms: PP, FSDP, HSDP, DDP, CP, TP, EP and ZeRO stages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SCHEDULE_NAMES: dict[ScheduleName, str] = {
     "breadth_first": "layered accumulation (breadth_first)",
     "paired": "paired micro-batches (paired)",
 }
-"""Common names of the schedules, with the value of `plan.schedule` where that differs."""
+"""Common names of the schedules, with the value of `plan.schedule` in parentheses if it differs."""
 
 AXIS_LETTERS: dict[AxisName, str] = {"pipeline": "PP", "tensor": "TP"}
-"""Axes whose name in a plan's name is letters and their size."""
+"""Axes that a plan's name shows as letters with their size."""
 TERMS: dict[AxisName | Literal["expert"], str] = {
     **AXIS_LETTERS,
     "replicate": "DDP",
@@ -29,17 +29,18 @@ TERMS: dict[AxisName | Literal["expert"], str] = {
     "context_ulysses": "CP",
     "expert": "EP",
 }
-"""What papers call an axis of the mesh; replicate beside shard is HSDP."""
+"""Common names of axes."""
 CONTEXT_NAMES: dict[AxisName, str] = {"context_ring": "ring", "context_ulysses": "Ulysses"}
+"""Names of the two kinds of context ranks."""
 
 
 def plan_name(plan: Plan) -> str:
-    """Layout and micro-batch of a plan, as in "PP 2 × FSDP 4 (ZeRO-3), zero-bubble V (zbv), micro-batch 1"."""
+    """Return layout and micro-batch of a plan: "PP 2 × FSDP 4 (ZeRO-3), zero-bubble V (zbv), micro-batch 1"."""
     return f"{layout_name(plan)}, micro-batch {plan.batch.micro_batch}"
 
 
 def layout_name(plan: Plan) -> str:
-    """Parallelism and schedule of a plan, as in "FSDP 8 (ZeRO-3), EP 8" or "PP 2 × FSDP 4 (ZeRO-3), 1F1B"."""
+    """Return parallelism and schedule of a plan: "FSDP 8 (ZeRO-3), EP 8" or "PP 2 × FSDP 4 (ZeRO-3), 1F1B"."""
     parts = [mesh_name(plan)]
     if plan.experts is not None and plan.experts.expert > 1:
         parts.append(f"EP {plan.experts.expert}")
@@ -49,7 +50,7 @@ def layout_name(plan: Plan) -> str:
 
 
 def has_schedule(plan: Plan) -> bool:
-    """Whether a rank runs its micro-batches in another order than one after another."""
+    """Return whether ranks run their micro-batches in another order than one after another."""
     return plan.axis_size("pipeline") > 1 or plan.layered or plan.paired
 
 
@@ -59,7 +60,7 @@ def axis_with_term(axis: AxisName | Literal["expert"], size: int, where: str = "
 
 
 def mesh_name(plan: Plan) -> str:
-    """The parallelism of a plan, as in "PP 2 × FSDP 4 (ZeRO-3)"."""
+    """Return the parallelism of a plan: "PP 2 × FSDP 4 (ZeRO-3)"."""
     return " × ".join(_axes(plan)) or "one device"
 
 
@@ -69,9 +70,10 @@ def divides_weights(plan: Plan) -> bool:
 
 
 def zero_stage(layer: LayerStrategy) -> int:
-    """The ZeRO stage (arXiv 1910.02054) that corresponds to a layer's sharding during a step.
+    """Return the ZeRO stage (arXiv 1910.02054) that corresponds to a layer's sharding during a step.
 
-    3 if weights are gathered again for backward, 2 if they stay gathered, 1 if gradients are also kept whole.
+    3 if weights are gathered again for the backward, 2 if they stay gathered, 1 if gradients are not sharded between
+    micro-batches either.
     """
     if layer.reshard:
         return 3
@@ -79,15 +81,18 @@ def zero_stage(layer: LayerStrategy) -> int:
 
 
 def _axes(plan: Plan) -> Iterator[str]:
-    """The name of each axis in use, outermost first.
-    replicate and shard together are one data axis in other frameworks; their common name stands where the first of them
-    is."""
+    """Yield the name of each axis with more than one rank, the outermost first.
+
+    In other frameworks, replicate and shard together are one data axis. Their common name comes at the place of the
+    first of them.
+    """
     copies = plan.axis_size("replicate")
     shards = plan.axis_size("shard")
     stages = "ZeRO-" + " and ".join(str(stage) for stage in sorted({zero_stage(layer) for layer in plan.layers}))
     data = f"HSDP {copies}×{shards} ({stages})" if copies > 1 else f"FSDP {shards} ({stages})"
     data = data if shards > 1 else f"DDP {copies}"
-    # Context ranks share weights: without a shard axis they alone do.
+    # Context ranks divide the sharded states with shard ranks. Without shard ranks, they alone do, so the ZeRO stage
+    # is named with them.
     sharing = "" if shards > 1 else f", {stages}"
     for axis in plan.mesh:
         if axis.size == 1:
@@ -105,7 +110,7 @@ def _axes(plan: Plan) -> Iterator[str]:
 
 
 def layer_numbers(layers: Collection[int]) -> str:
-    """Layer numbers with ranges joined: `{0, 1, 2, 5}` as "0-2, 5"."""
+    """Return layer numbers as text with ranges: `{0, 1, 2, 5}` as "0-2, 5"."""
     starts = sorted(layer for layer in layers if layer - 1 not in layers)
     ends = sorted(layer for layer in layers if layer + 1 not in layers)
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -1,1 +1,1 @@
-"""Tensors of training state on a rank: their names, the position of their pieces in the whole, and their memory."""
+"""Tensors of training state on a rank: their names, the positions of a rank's pieces in them, and their memory."""

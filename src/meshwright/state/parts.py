@@ -1,4 +1,4 @@
-"""`StateParts`: this rank's pieces of one logical tensor of training state, for optimizers, offload and checkpoints."""
+"""`StateParts`: the pieces of one tensor of training state that this rank has. Used by optimizers, offload, checkpoints."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ from torch import Tensor
 from meshwright.spec.layout import Box
 
 READ_ELEMENTS = 1 << 24
-"""Elements of encoded state that are in memory at once where all of it is read."""
+"""Number of elements of encoded state that are in memory at a time when all of it is read."""
 
 
 def weight_name(parameter: str) -> str:
-    """The logical name of a parameter's master weight."""
+    """Return the name under which a parameter's master weight is stored."""
     return f"model.{parameter}"
 
 
 def moment_name(moment: str, parameter: str) -> str:
-    """The logical name of an optimizer's moment of a parameter."""
+    """Return the name under which an optimizer's moment (such as "exp_avg") of a parameter is stored."""
     return f"optimizer.{moment}.{parameter}"
 
 
 def average_name(parameter: str) -> str:
-    """The logical name of the moving average of a parameter."""
+    """Return the name under which the moving average of a parameter is stored."""
     return f"ema.{parameter}"
 
 
 class EncodedState(Protocol):
-    """State that is not in memory as it is stored in checkpoints. A part of it is a tensor on the meta device.
+    """State whose form in memory differs from the values in checkpoints, such as packed optimizer state in host memory.
 
-    The storage offset of such a tensor, in elements, identifies the elements; it has their shape and dtype.
+    A part of such state is represented by a tensor on the meta device, with the part's shape and dtype. The storage offset
+    of this tensor, in elements, tells which elements are meant.
     """
 
     def read(self, part: Tensor) -> Tensor:
-        """The values of `part`, a copy in host memory."""
+        """Return the values of `part`, as a copy in host memory."""
         ...
 
     def write(self, part: Tensor, values: Tensor) -> None:
-        """Store the values of `part`. May be called from several threads."""
+        """Store `values` as the values of `part`. Several threads may call it."""
         ...
 
 
 @dataclass(frozen=True)
 class StateParts:
-    """This rank's pieces of the logical tensor `name` of `shape`.
+    """This rank's pieces of the tensor `name`, whose shape over all ranks is `shape`.
 
-    The pieces are contiguous along dimension 0 of `local`; `boxes` has the size of each and its offset in the logical tensor.
-    A rank without a piece has no boxes and an empty `local`. `local` is the memory in which the optimizer updates the state:
-    snapshots read it, loading writes to it.
+    The pieces follow each other along dimension 0 of `local`. `boxes` has the size of each piece, and its offset in the
+    whole tensor. A rank without a piece has no boxes and an empty `local`. The optimizer updates the state in the memory
+    of `local`; snapshots read it, and loads write to it.
     """
 
     name: str
@@ -59,13 +60,13 @@ class StateParts:
     boxes: tuple[Box, ...]
     local: Tensor
     memory: Literal["device", "host"] = "device"
-    """`host` if the optimizer keeps this state in host memory (`plan.offload`), else `device`."""
+    """`host` if the optimizer keeps this state in host memory (`plan.offload`), otherwise `device`."""
     encoded: EncodedState | None = None
-    """Reader and writer of the state where `local` only identifies its elements."""
+    """Reads and writes the state if `local` only identifies its elements; None if `local` has the values."""
 
     @classmethod
     def of_whole(cls, name: str, tensor: Tensor) -> StateParts:
-        """The parts of a tensor that this rank has whole."""
+        """Return the parts of a tensor that this rank has as a whole."""
         shape = tuple(tensor.shape)
         return cls(name, shape, (Box((0,) * len(shape), shape),), tensor.detach())
 
@@ -82,27 +83,27 @@ class StateParts:
         return self.local.is_meta and self.encoded is None
 
     def read(self) -> Tensor:
-        """The values of this rank's pieces: `local`, or a copy of encoded state."""
+        """Return the values of this rank's pieces: `local` itself, or a copy of encoded state."""
         return self.local if self.encoded is None else self.encoded.read(self.local)
 
     def write(self, values: Tensor) -> None:
-        """Overwrite this rank's pieces."""
+        """Overwrite the values of this rank's pieces."""
         if self.encoded is None:
             self.local.copy_(values)
         else:
             self.encoded.write(self.local, values)
 
     def is_finite(self) -> bool:
-        """Whether all values are finite; encoded state is read in parts."""
+        """Return whether all values are finite. Encoded state is read in parts."""
         parts = [self.local] if self.encoded is None else self.local.reshape(-1).split(READ_ELEMENTS)
         return all(bool((part if self.encoded is None else self.encoded.read(part)).isfinite().all()) for part in parts)
 
     def pieces(self) -> Iterator[tuple[Box, Tensor]]:
-        """(box, elements) of each piece; the elements share the memory of `local`."""
+        """Yield (box, elements) of each piece. The elements share the memory of `local`."""
         return ((box, self._elements(box)) for box in self.boxes)
 
     def piece(self, offsets: Sequence[int]) -> Tensor:
-        """The elements of the box that begins at `offsets` in the logical tensor, sharing the memory of `local`."""
+        """Return the elements of the box that begins at `offsets` of the whole tensor. They share the memory of `local`."""
         return self._elements(next(box for box in self.boxes if box.offsets == tuple(offsets)))
 
     def _elements(self, box: Box) -> Tensor:

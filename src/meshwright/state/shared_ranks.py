@@ -1,4 +1,4 @@
-"""The ranks that together hold the parameters of one pipeline stage of one model copy, for updates of whole matrices."""
+"""The ranks that together have all parameters of one pipeline stage of one model copy. Updates of whole matrices need them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from meshwright.spec.model import ParameterSpec
 
 @dataclass(frozen=True)
 class SharedRanks:
-    """The process group of these ranks (None: this rank alone), this rank's index in it, and the boxes of each rank by index."""
+    """The ranks among which the parameters of a pipeline stage are divided.
+
+    `group` is their process group (None: this rank alone), and `index` this rank's index in it. `boxes(parameter)` returns
+    the boxes of a parameter that each of these ranks has, by index.
+    """
 
     group: dist.ProcessGroup | None
     index: int
@@ -21,5 +25,5 @@ class SharedRanks:
 
     @classmethod
     def alone(cls) -> SharedRanks:
-        """Return the description of a single rank that has all parameters whole."""
+        """Return the description of a single rank that has all parameters as a whole."""
         return cls(None, 0, lambda parameter: [(Box((0,) * len(parameter.shape), parameter.shape),)])

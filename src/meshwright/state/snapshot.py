@@ -1,4 +1,4 @@
-"""Interfaces between an optimizer that updates its state and the copies of a snapshot that run meanwhile."""
+"""Interfaces between an optimizer that updates its state, and the copies of a snapshot that run at the same time."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from torch import Tensor
 
 
 class SnapshotCopies(Protocol):
-    """Asynchronous copies of the state of parameters, by groups in the order of `groups`."""
+    """Asynchronous copies of the state of parameters, group by group."""
 
     @property
     def groups(self) -> Sequence[Sequence[str]]:
-        """Names of the parameters of each group; every parameter of the optimizer is in one group."""
+        """Names of the parameters in each group, in the order of the copies. Every parameter of the optimizer is in one."""
         ...
 
     def wait(self, parameters: Iterable[str], *, host: bool = True) -> None:
-        """Wait for the copies of these parameters' state.
+        """Wait until the state of these parameters has been copied.
 
-        The current stream waits for copies from the device; the host waits for copies from host memory, unless `host` is False.
+        The current stream waits for copies from the device. The host waits for copies from host memory, unless `host` is
+        False.
         """
         ...
 
 
 class HostState(Protocol):
-    """State in host memory after all updates that were launched so far."""
+    """Optimizer state in host memory, including all updates that were launched so far."""
 
     def wait(self) -> None:
         """Wait until the results of these updates are in host memory."""
         ...
 
     def current(self, memory: Tensor) -> Tensor:
-        """The bytes of state that `memory` (uint8) identifies: itself, or a copy where it is encoded (`state.parts.EncodedState`)."""
+        """Return the bytes of the state that `memory` (uint8) identifies.
+
+        This is `memory` itself, or a copy if the state is encoded (`state.parts.EncodedState`).
+        """
         ...

@@ -1,1 +1,1 @@
-"""Workload of the engine under a plan, without torch: tensors in memory, matmuls and messages."""
+"""What a plan makes each rank compute, send and store, without times."""

@@ -1,4 +1,4 @@
-"""Structures of arrays: fields that are numbers or NumPy arrays of one length, so that one call computes one case or many."""
+"""Dataclasses whose fields are numbers or NumPy arrays of one length, so that one call computes one case or many."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ T = TypeVar("T")
 
 
 def side_by_side(cases: Sequence[T]) -> T:
-    """Return one object whose fields are float64 arrays, from objects of its class with scalar fields.
+    """Return one object whose fields are float64 arrays of shape `(cases,)`, from objects of its class with numbers as
+    fields.
 
-    A field of text is equal in all cases. A field that is a tuple of such objects becomes one of objects with arrays: those with equal text
-    stand side by side, and where a case has fewer of them than others its numbers are 0.
+    A text field must be equal in all cases. A field may also be a tuple of objects with fields of numbers and text.
+    Then the objects of different cases with equal text become one object with arrays. If a case has no such object, its
+    numbers are 0.
 
     Two matrices as one object:
 
@@ -32,6 +34,7 @@ def side_by_side(cases: Sequence[T]) -> T:
 
 
 def _column(values: Sequence[Any]) -> Any:
+    """Return the values of one field in all cases as one value: a text, a tuple of objects, or a float64 array."""
     if isinstance(values[0], str):
         return values[0]
     if isinstance(values[0], tuple):
@@ -40,7 +43,11 @@ def _column(values: Sequence[Any]) -> Any:
 
 
 def _aligned(cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-    """Objects of all cases in rows, of which each has one object of every case and equal text in all of them."""
+    """Return rows of objects with equal text; each row has one object per case.
+
+    Example: case 1 has the objects (a, 1) and (b, 2), and case 2 has (a, 3). The rows are [(a, 1), (a, 3)] and [(b, 2),
+    (b, 0)].
+    """
     example = next((item for objects in cases for item in objects), None)
     if example is None:
         return []

@@ -1,4 +1,4 @@
-"""Numbers and sizes of the engine's buffers for transfers."""
+"""Numbers and sizes of the engine's buffers for transfers between ranks and to the host."""
 
 from __future__ import annotations
 
@@ -7,37 +7,48 @@ import numpy as np
 from meshwright.workload.arrays import Array
 
 UNITS_IN_FLIGHT = 2
-"""FSDP units with gathered weights at once, if these are freed after use: the computing unit and the next one."""
-RECEIVES_AHEAD = 2
-"""Buffers of receives that are posted before their compute, one in each direction."""
-DEVICE_LAYERS = 2
-"""Layers with activations on the device if activations are offloaded: the computing and the copied layer.
+"""Number of FSDP units whose gathered weights exist at once if they are freed after use.
 
-A pipeline needs one more, because it copies one layer to the host while it copies another back.
+They are the unit that computes, and the next unit, which is being gathered.
+"""
+RECEIVES_AHEAD = 2
+"""Buffers of receives between pipeline stages that are posted before they are needed: one in each direction."""
+DEVICE_LAYERS = 2
+"""Layers whose activations are on the device if activations are offloaded: the layer that computes, and the layer that
+is being copied.
+
+A pipeline needs one more, because it copies one layer to the host while it copies another one back.
 """
 BLOCK_SLOTS = 2
-"""Slots in the window of copy engines for gathered weights of transformer blocks: the next two blocks.
+"""Transformer blocks for whose gathered weights the copy engines' window has a slot: the next two blocks.
 
-The window is memory that all ranks have registered. It has one more slot, for the embedding or the head. See parallel/copy_engine.py.
+The window is memory that all ranks have registered. It has one more slot, for the embedding or the head. See
+parallel/copy_engine.py.
 """
 STAGED_BYTES = 80 << 20
-STAGING_BUFFERS = 6
-"""Bytes of a chunk of an offloaded optimizer (optim/host.py), and the least chunks on the device at once.
+"""Bytes of one chunk of an offloaded optimizer's state (optim/host.py).
 
-Copies of 32 MiB reach the link's full rate, but the host takes up to 0.75 ms to launch the copies and the update of a chunk, in which the
-link copies 36 MB. One chunk is copied out, one is updated, the others are copied in.
+Copies of 32 MiB already reach the link's full rate. But the host needs up to 0.75 ms to launch the copies and the
+update of a chunk, and the link copies 36 MB in that time.
+"""
+STAGING_BUFFERS = 6
+"""The least number of such chunks that have a buffer on the device: one is being copied out, one is being updated, the
+others are being copied in.
 """
 TOKEN_SLOTS = 2
-"""Slots of the window in which tensor ranks copy tokens; each holds the hidden vectors of a micro-batch.
+"""Slots of the window through which tensor ranks copy tokens by copy engines.
 
-With two slots one synchronisation per exchange suffices (`PeerMemory`, parallel/peers.py).
+Each slot has the hidden vectors of one micro-batch.
+
+With two slots, one synchronisation per exchange is enough (`PeerMemory`, parallel/peers.py).
 """
 
 
 def staged_elements(record: Array) -> Array:
-    """Elements of a chunk whose record has `record` bytes an element: whole groups of 65,536.
+    """Return the number of elements in a chunk of an offloaded optimizer's state, rounded down to a multiple of 65,536.
 
-    With 12 bytes an element 80 MiB hold 6,990,506 elements, in 106 whole groups:
+    `record` is the number of bytes per element. With 12 bytes per element, 80 MiB would hold 6,990,506 elements. These
+    are 106 whole groups of 65,536 elements:
 
     >>> float(staged_elements(12)), 106 * 65_536
     (6946816.0, 6946816)

@@ -1,4 +1,7 @@
-"""Options of a plan that move transfers from NCCL kernels to copy engines; used by the search and by the printed plan."""
+"""Options of a plan that let copy engines carry transfers instead of NCCL kernels.
+
+The search and the printed plan use them.
+"""
 
 from __future__ import annotations
 
@@ -16,39 +19,43 @@ class CopyOption:
     """A transfer that either copy engines or NCCL kernels can carry."""
 
     key: Literal["gather_transport", "tensor_transport"]
-    """The field of a plan and of its pins."""
+    """The key of a plan, and of its pins, that chooses between them."""
     column: str
-    """The column of a search that is 1 where copy engines carry the transfer."""
+    """The column of the planner's search that is 1 if copy engines carry the transfer."""
     transfer_name: str
-    """Name of the tensors that it transfers."""
+    """Name of what is transferred, for messages."""
     axes: tuple[AxisName, ...]
-    """Axes between whose ranks it transfers."""
+    """The mesh axes whose ranks send to each other."""
 
     def transport(self, plan: Plan) -> Transport:
+        """Return what carries the transfer in `plan`: "nccl" or "copy_engine"."""
         return getattr(plan, self.key)
 
     def ranks(self, plan: Plan) -> int:
-        """Ranks between which it transfers."""
+        """Return the number of ranks that send to each other."""
         return prod(plan.axis_size(axis) for axis in self.axes)
 
     def pin(self, pins: PlanKeys) -> Transport | None:
+        """Return the value to which the user pinned the key; None if it is not pinned."""
         return getattr(pins, self.key)
 
 
 GATHERS = CopyOption("gather_transport", "copied", "gathers", SHARD_AXES)
+"""All-gathers of weights between shard ranks."""
 TOKENS = CopyOption("tensor_transport", "tokens copied", "tokens", ("tensor",))
+"""Exchanges of tokens between tensor ranks."""
 COPY_OPTIONS: Sequence[CopyOption] = (GATHERS, TOKENS)
 
 
 def copied_options(plan: Plan) -> list[CopyOption]:
-    """The options for which `plan` uses copy engines."""
+    """Return the options for which `plan` uses copy engines."""
     return [option for option in COPY_OPTIONS if option.transport(plan) == "copy_engine"]
 
 
 def transport_fields(copied: Collection[CopyOption]) -> dict[str, Any]:
-    """The fields of a plan in which copy engines carry `copied` and kernels everything else.
+    """Return the keys of a plan in which copy engines carry the transfers `copied`, and NCCL kernels carry all others.
 
-    Copy engines carry the gathers alone:
+    Only the gathers use copy engines:
 
     >>> transport_fields([GATHERS])
     {'gather_transport': 'copy_engine', 'tensor_transport': 'nccl'}

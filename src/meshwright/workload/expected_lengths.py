@@ -1,4 +1,4 @@
-"""Lengths of samples that a run expects: a histogram, and global batches drawn from it."""
+"""Lengths of the samples that a run expects: a histogram, and global batches drawn from it at random."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ import numpy as np
 from meshwright.config.recorded_lengths import LengthRange, read_lengths
 
 DRAWN = 4096
-"""Samples drawn at a time."""
+"""Number of samples that are drawn at a time."""
 
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """Shares of samples by ranges of lengths, `(ranges,)` each. Within a range the logarithm of the length is uniform."""
+    """Shares of samples by range of lengths.
+
+    Each array has shape `(ranges,)`. Inside a range, the logarithm of the length is uniform.
+    """
 
     first: np.ndarray
-    """Least tokens of a sample in each range."""
+    """Minimum number of tokens of a sample in each range, int64."""
     last: np.ndarray
-    """Most tokens."""
+    """Maximum number of tokens of a sample in each range, int64."""
     shares: np.ndarray
-    """Shares of all samples, 1 together."""
+    """Share of all samples in each range, float64; the sum is 1."""
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int, float]]) -> LengthHistogram:
-        """The histogram of (first, last, samples) ranges.
+        """Return the histogram of ranges (first length, last length, number of samples).
 
-        Three samples of at most 128 tokens and one longer one:
+        Three samples have at most 128 tokens, and one sample is longer:
 
         >>> LengthHistogram.of([(1, 128, 3), (129, 512, 1)]).shares
         array([0.75, 0.25])
@@ -40,11 +43,14 @@ class LengthHistogram:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a sample."""
+        """Return the greatest number of tokens of a sample."""
         return int(self.last.max())
 
     def draw(self, tokens: int, longest: int, random: np.random.Generator) -> np.ndarray:
-        """Lengths of samples of at least `tokens` tokens together, int64; samples are cut after `longest` tokens."""
+        """Return lengths of random samples, int64 of shape `(samples,)`, which have at least `tokens` tokens together.
+
+        Samples are cut after `longest` tokens. No sample is drawn after the total has reached `tokens`.
+        """
         drawn = []
         total = 0
         while total < tokens:
@@ -59,12 +65,16 @@ class LengthHistogram:
 
 
 def recorded_histogram(path: str) -> LengthHistogram:
-    """The histogram in the file of `data.lengths`; raises BadInput."""
+    """Return the histogram in the file of `data.lengths`. Raises BadInput if the file cannot be read or is invalid."""
     return LengthHistogram.of(read_lengths(Path(path), "data.lengths"))
 
 
 def mixed_histogram(sources: Sequence[tuple[float, Sequence[LengthRange]]]) -> LengthHistogram:
-    """The histogram of a mixture: (weight in samples drawn, ranges) of each source."""
+    """Return the histogram of a mixture of sources.
+
+    Each source has a weight, which is proportional to the number of samples drawn from it, and ranges of lengths with
+    numbers of documents. With weights 3 and 1, three quarters of the samples have lengths of the first source.
+    """
     total = sum(weight for weight, _ in sources)
     return LengthHistogram.of(
         (entry.first, entry.last, weight / total * entry.documents / sum(other.documents for other in ranges))

@@ -1,4 +1,4 @@
-"""Matmuls of a model's layers with their shapes on one rank, for numbers and arrays alike."""
+"""Matmuls of a model's layers with their shapes on one rank, for one plan or for arrays of plans."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ from meshwright.workload.step_shape import StepShape
 
 @dataclass(frozen=True)
 class Matmul:
-    """`count` equal matmuls (m, k) × (k, n) in one launch of a layer's forward; backward has two more each."""
+    """`count` equal matmuls (m, k) × (k, n) in one kernel launch of a layer's forward.
+
+    The backward has two for each of them.
+    """
 
     role: Role
-    """As in `LinearColumns`."""
+    """Kind of the linear layer, as in `LinearColumns`."""
     m: Array
+    """Rows of the first matrix and of the result."""
     k: Array
+    """Columns of the first matrix, rows of the second."""
     n: Array
+    """Columns of the second matrix and of the result."""
     layers: Array
-    """Layers of the model that have it."""
+    """Number of the model's layers that have this matmul."""
     count: Array = 1.0
+    """Number of equal matmuls in one launch."""
 
 
 def layer_matmuls(shape: Shape, step: StepShape, width: Array) -> Iterator[Matmul]:
-    """The matmuls of one micro-batch in the forward of all layers on one of `width` tensor ranks.
+    """Yield the matmuls of one micro-batch in the forward of all layers, on one of `width` tensor ranks.
 
-    The linear layers of Llama-3-8B, (inputs, outputs) on 2 tensor ranks:
+    The linear layers of Llama-3-8B on one of 2 tensor ranks, as (inputs, outputs):
 
     >>> from meshwright.config.presets import MODEL_PRESETS
     >>> from meshwright.spec.fields import from_plain
@@ -63,5 +70,5 @@ def layer_matmuls(shape: Shape, step: StepShape, width: Array) -> Iterator[Matmu
             yield Matmul(linear.role, tokens, inputs, outputs / width, layers)
         elif linear.split == "columns":
             yield Matmul(linear.role, tokens, inputs / width, outputs, layers)
-        else:  # each rank computes its own tokens
+        else:  # the weight is whole on every tensor rank, and each rank computes its own tokens
             yield Matmul(linear.role, tokens / width, inputs, outputs, layers)

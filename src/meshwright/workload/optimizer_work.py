@@ -1,4 +1,4 @@
-"""Requirements of an optimizer for a model: state tensors, memory traffic, and the matmuls and exchanges of Muon."""
+"""What an optimizer needs for a model: state tensors, memory traffic, and the matmuls and exchanges of Muon."""
 
 from __future__ import annotations
 
@@ -9,43 +9,55 @@ from meshwright.spec.model import ModelSpec, ParameterSpec, end_parameters, para
 from meshwright.spec.optimizers import MuonSpec, OptimizerSpec, newton_schulz_flops, state_names, uses_muon
 
 ADAMW_BYTES = 28.0
-"""Bytes that AdamW's kernel moves per fp32 parameter: it reads the gradient, and reads and writes weight and two moments."""
+"""Bytes that AdamW's kernel moves per fp32 parameter: it reads the gradient, and reads and writes the weight and two
+moments.
+"""
 UPDATE_BYTES = {"adamw": ADAMW_BYTES, "sgd": 76.0, "lamb": 148.0, "muon": 84.0}
-"""Bytes that an update moves per fp32 parameter, counted from the operations of each rule; Muon's without its iterations."""
+"""Bytes that an update moves per fp32 parameter, by optimizer, counted from its operations.
+
+Muon's iterations are not included.
+"""
 EXCHANGE_BYTES = 2.0
-"""Bytes of an element that Muon exchanges (bf16)."""
+"""Bytes of an element that ranks send to each other for Muon (bf16)."""
 MUON_BUFFERS = 8
-"""Copies of a rank's whole matrices that exist at once: messages, matrix, batch, and the matmuls of an iteration."""
+"""Number of copies of a rank's whole matrices that exist at the same time: messages, matrix, batch, and the matmuls of
+an iteration.
+"""
 
 
 @dataclass(frozen=True)
 class OptimizerWork:
-    """Work of an optimizer on the blocks of a model, per layer as the mean over layers; zeros except for Muon from `flops` on.
+    """What an optimizer needs for a model.
 
-    The matrices of prediction modules are spread over the layers.
+    Values per layer are means over the layers; the matrices of prediction modules are spread over them.
+
+    The fields from `flops` on are 0 unless the optimizer is Muon.
     """
 
     block_states: float = 2.0
-    """State tensors per parameter of the blocks."""
+    """Number of state tensors per parameter of the blocks."""
     embed_head_states: float = 2.0
-    """State tensors per parameter of embedding, final norm, head and prediction modules."""
+    """Number of state tensors per parameter of embedding, final norm, head and prediction modules."""
     update_bytes: float = ADAMW_BYTES
-    """Memory traffic per fp32 parameter."""
+    """Bytes that an update moves per fp32 parameter."""
     flops: float = 0.0
-    """FLOPs of the iterations of one layer's matrices."""
+    """FLOPs of Muon's iterations for the matrices of one layer."""
     largest_flops: float = 0.0
-    """FLOPs of the iterations of the largest matrix, which one rank computes alone."""
+    """FLOPs of Muon's iterations for the largest matrix, which one rank computes alone."""
     largest: float = 0.0
-    """Elements of the largest matrix."""
+    """Number of elements of the largest matrix."""
     matrices: float = 0.0
-    """Matrices of a layer."""
+    """Number of matrices of a layer."""
     exchanged: float = 0.0
-    """Elements of a layer's matrices, which their ranks send to an owner and get back."""
+    """Number of elements of a layer's matrices.
+
+    The ranks send their parts of a matrix to one rank, and get the result back.
+    """
 
 
-@lru_cache(maxsize=16)  # the planner asks for every layout
+@lru_cache(maxsize=16)  # cached, because the planner asks for every layout
 def optimizer_work(model: ModelSpec, optimizer: OptimizerSpec) -> OptimizerWork:
-    """The work of `optimizer` on `model`."""
+    """Return what `optimizer` needs for `model`."""
     blocks = [parameter for parameter in parameters(model) if parameter.inside and not parameter.predicts]
     common = {
         "block_states": _mean_states(blocks, optimizer),
@@ -68,7 +80,7 @@ def optimizer_work(model: ModelSpec, optimizer: OptimizerSpec) -> OptimizerWork:
 
 
 def optimizer_columns(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, float]:
-    """The columns of `workload.layouts.Layouts` that the optimizer sets."""
+    """Return the columns of `workload.layouts.Layouts` that the optimizer decides."""
     work = optimizer_work(model, optimizer)
     return {
         "update_bytes": work.update_bytes,
@@ -79,7 +91,8 @@ def optimizer_columns(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, f
 
 
 def matrix_shapes(parameter: ParameterSpec) -> list[tuple[int, int]]:
-    """The shapes of a parameter's matrices: one for each block of a fused weight, and for each expert.
+    """Return the shapes (rows, columns) of a parameter's matrices: one for each part of a fused weight, and for each
+    expert.
 
     The fused queries, keys and values of Llama-3-8B are three matrices:
 
@@ -99,5 +112,6 @@ def matrix_shapes(parameter: ParameterSpec) -> list[tuple[int, int]]:
 
 
 def _mean_states(of: list[ParameterSpec], optimizer: OptimizerSpec) -> float:
+    """Return the number of state tensors per parameter, as a mean over all elements of the parameters."""
     states = sum(parameter.count * len(state_names(optimizer, parameter)) for parameter in of)
     return states / max(1, sum(parameter.count for parameter in of))

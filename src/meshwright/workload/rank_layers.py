@@ -1,8 +1,9 @@
-"""Layers of pipeline ranks: of the rank that holds the head, and the most of any other rank."""
+"""Numbers of layers on pipeline ranks: on the rank with the head, and on the fullest of the other ranks; in memory, and in time."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,39 +11,69 @@ from meshwright.spec.layout import balanced_stages
 from meshwright.workload.arrays import Array
 
 StageTable = tuple[tuple[range, ...], ...]
-"""Layers by pipeline rank and stage of the rank."""
+"""Layers of each stage: the outer tuple has the pipeline ranks, the inner tuple the stages of a rank in order."""
 MOST_STAGES = 1 << 16
-"""An upper limit of the virtual stages of one pipeline rank."""
+"""More than the number of virtual stages on one pipeline rank can be."""
 
 
-def table_layers(table: StageTable) -> tuple[int, int]:
-    """(layers of the fullest rank without the head, layers of the rank that holds it); the same number twice with one rank.
+class RankLayers(NamedTuple):
+    """Layers of a pipeline's ranks, as numbers or as arrays of pipelines."""
+
+    fullest: Array
+    """Layers of the fullest rank without the head."""
+    with_head: Array
+    """Layers of the rank with the head; the same number as `fullest` with one rank."""
+    slowest: Array
+    """As `fullest`, but in time: ranks with several stages run them in rounds, one stage of each rank, and wait for the longest."""
+    slowest_with_head: Array
+    """As `slowest`, if in the last round the rank with the head is the longest."""
+
+
+def table_layers(table: StageTable) -> RankLayers:
+    """Return the layers of a pipeline's ranks. In a V-shaped placement ranks do not run in rounds.
 
     Layers 9 to 15 and the head are on the second rank:
 
     >>> table_layers(((range(0, 9),), (range(9, 16),)))
-    (9, 7)
+    RankLayers(fullest=9, with_head=7, slowest=9, slowest_with_head=7)
+
+    With two stages, the second rank runs 2 layers while the first runs 3, and then waits again:
+
+    >>> table_layers(((range(0, 3), range(5, 8)), (range(3, 5), range(8, 9))))
+    RankLayers(fullest=6, with_head=3, slowest=6, slowest_with_head=4)
     """
     layers_by_rank = [sum(map(len, stages)) for stages in table]
     head_rank = max(range(len(table)), key=lambda rank: max(stage.stop for stage in table[rank]))
     head = layers_by_rank.pop(head_rank)
-    return max(layers_by_rank, default=head), head
+    fullest = max(layers_by_rank, default=head)
+    if head_rank < len(table) - 1 or len(table) == 1:
+        return RankLayers(fullest, head, fullest, head)
+    *rounds, last = ([len(stage) for stage in stages] for stages in zip(*table, strict=True))
+    before = sum(map(max, rounds))
+    return RankLayers(fullest, head, before + max(last[:-1]), before + last[-1])
 
 
-def balanced_layers(layers: int, head: float, pipeline: Array, virtual: Array, vee: Array) -> tuple[Array, Array]:
-    """`table_layers` of `spec.layout.balanced_stages` for arrays of pipelines; the head takes as long as `head` layers."""
+def balanced_layers(layers: int, head: float, pipeline: Array, virtual: Array, vee: Array) -> RankLayers:
+    """Return `table_layers` of `spec.layout.balanced_stages`, for arrays of pipelines.
+
+    `pipeline` has the number of ranks, `virtual` the number of stages on each rank, and `vee` 1 for the V-shaped
+    schedule ZBV. The head takes as long as `head` layers. The results have the broadcast shape of the three arrays.
+    """
     ranks, stages, vees = np.broadcast_arrays(
         *(np.asarray(column, dtype=np.int64) for column in (pipeline, virtual, vee))
     )
+    # Many cases have equal numbers. Each different combination gets a code, so that it is computed only once.
     codes, index = np.unique((ranks * MOST_STAGES + np.maximum(1, stages)) * 2 + (vees > 0), return_inverse=True)
     layers_by_code = [_balanced(layers, head, *divmod(int(code) // 2, MOST_STAGES), bool(code % 2)) for code in codes]
-    fullest, with_head = np.array(layers_by_code, float).reshape(-1, 2)[index.reshape(-1)].T
-    return fullest.reshape(ranks.shape), with_head.reshape(ranks.shape)
+    columns = np.array(layers_by_code, float).reshape(-1, len(RankLayers._fields))[index.reshape(-1)].T
+    return RankLayers(*(column.reshape(ranks.shape) for column in columns))
 
 
 @lru_cache(maxsize=4096)
-def _balanced(layers: int, head: float, pipeline: int, virtual: int, vee: bool) -> tuple[int, int]:
+def _balanced(layers: int, head: float, pipeline: int, virtual: int, vee: bool) -> RankLayers:
+    """Return `table_layers` of one pipeline."""
     if layers < pipeline * virtual:
-        rounded_up = -(-layers // pipeline)  # there is no such plan; callers with many layouts drop it
-        return rounded_up, rounded_up
+        # Each stage needs a layer, so there is no such plan. Callers with many layouts drop it.
+        rounded_up = -(-layers // pipeline)
+        return RankLayers(rounded_up, rounded_up, rounded_up, rounded_up)
     return table_layers(balanced_stages("zbv" if vee else "interleaved", pipeline, layers, head, virtual))

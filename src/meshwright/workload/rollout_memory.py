@@ -1,4 +1,6 @@
-"""The engine beside a trainer that learns from its own answers: how many requests it runs, its cache, and its memory on each rank."""
+"""The inference engine that runs next to an RL trainer: how many requests it runs, the size of its cache, and its
+memory on each rank.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,21 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.cache_size import CacheRoom, activation_bytes, bytes_per_block, layer_groups
 
 SCORED_TOKENS = 1 << 15
-"""Tokens of a batch that a reward model scores at most (`serve.reward_scorer`), padding included, unless a single text has more."""
+"""Maximum number of tokens, padding included, that a reward model scores in one batch (`serve.reward_scorer`).
+
+A single longer sequence is a batch of its own.
+"""
 MOST_REQUESTS = 256
-"""Answers that an engine computes beside each other."""
+"""Maximum number of answers that an engine computes at the same time."""
 
 
 def rollout_options(run: RunSpec, ranks: int) -> EngineOptions:
-    """The sizes of the engine on each of so many ranks: its cache holds the longest texts of all its requests.
+    """Return the sizes of the engine on each of `ranks` ranks.
 
-    Example: 64 prompts with 8 answers each on 4 ranks are 128 requests a rank. With train.seq_len 1,024 and blocks of 16 tokens the cache
-    has 1 + 128 · 65 blocks.
+    By default its cache holds the longest sequences of all its requests.
+
+    Example: 64 prompts with 8 answers each on 4 ranks are 128 requests per rank. With train.seq_len 1,024 and blocks of
+    16 tokens, the cache has 1 + 128 · 65 blocks.
     """
     assert run.rl is not None
     prompts = -(-run.train.global_batch * run.rl.updates // ranks)
@@ -38,9 +45,10 @@ def rollout_options(run: RunSpec, ranks: int) -> EngineOptions:
 
 
 def rollout_bytes(run: RunSpec, ranks: int, itemsize: int) -> int:
-    """Bytes of each rank beside the trainer's: the engine's weights, cache and activations, the reference of a KL penalty, a reward model.
+    """Return the bytes that a rank needs in addition to the trainer's; 0 if the run is not RL.
 
-    Their numbers have `itemsize` bytes.
+    They are the weights, cache and activations of the engine; the reference model, if there is a KL penalty; and the
+    reward model, if there is one. Numbers have `itemsize` bytes.
     """
     if run.rl is None:
         return 0
@@ -61,7 +69,10 @@ def rollout_bytes(run: RunSpec, ranks: int, itemsize: int) -> int:
 
 @lru_cache(maxsize=8)
 def _reward_model_bytes(folder: str, itemsize: int) -> int:
-    """Bytes of a reward model and of the activations of a batch; 0 for a folder that cannot be read, which the start refuses."""
+    """Return the bytes of a reward model and of the activations of one batch.
+
+    They are 0 for a folder that cannot be read; the start of the run reports that.
+    """
     try:
         fields = dimensions_of_run(Path(folder)) or folder_spec(Path(folder))
         spec = without_adapter(from_plain(ModelSpec, fields))

@@ -1,4 +1,4 @@
-"""Parameters of one pipeline rank, by unit."""
+"""Parameters of one pipeline rank, by unit (a block, the embedding, the head)."""
 
 from __future__ import annotations
 
@@ -13,34 +13,39 @@ from meshwright.workload.unit_parameters import block_unit, end_units, trained_s
 
 @dataclass(frozen=True)
 class StagePart:
-    """Layers, parameters and messages of one pipeline rank."""
+    """Layers, parameters and messages of one pipeline rank. Parameters are counted on one tensor rank."""
 
     layers: tuple[int, ...]
+    """Numbers of the layers on this rank, counted from 0."""
     stages: int
-    """Stages of this rank that these layers form."""
+    """Number of stages of this rank."""
     blocks: tuple[int, ...]
-    """Parameters of each block on this rank, its experts among them, before sharding."""
+    """Parameters of each block before sharding, with the experts that are on this rank."""
     shards: tuple[float, ...]
-    """Parameters of each block's shard."""
+    """Parameters of each block's shard on this rank."""
     embed_head: int
-    """Parameters of the embedding and the head on this rank, before sharding."""
+    """Parameters of embedding and head on this rank before sharding."""
     head: int
-    """Parameters of the unit with the loss."""
+    """Parameters of the unit with the loss, before sharding."""
     last: int
-    """Parameters of the unit that a forward gathers last."""
+    """Parameters of the unit that a forward gathers last, before sharding."""
     sharded: float
-    """Parameters of the rank's shard."""
+    """Parameters of all shards on this rank."""
     trained: tuple[float, ...]
-    """Share of each block's parameters that is trained."""
+    """Share of each block's parameters that is trained, not frozen."""
     embed_head_trained: float
     """Share of the parameters of embedding and head that is trained."""
     sends: int
-    """Messages of one micro-batch to other ranks, activations and gradients."""
+    """Messages that this rank sends to other pipeline ranks per micro-batch: activations and gradients."""
 
 
-@lru_cache(maxsize=4096)  # the planner asks for the same parts under every batch and strategy
+@lru_cache(maxsize=4096)  # cached, because the planner asks for the same parts with every batch and strategy
 def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: StageTable, rank: int) -> StagePart:
-    """The part of pipeline rank `rank`, on one of `width` tensor ranks, `shards` shard ranks and `expert` expert ranks."""
+    """Return the part of pipeline rank `rank`.
+
+    `table` says which layers are on which rank. `width`, `shards` and `expert` are the numbers of tensor ranks, shard
+    ranks and expert ranks.
+    """
     layers = tuple(layer for stage in table[rank] for layer in stage)
     has_first_block = 0 in layers
     has_last_block = model.layers - 1 in layers
@@ -65,9 +70,11 @@ def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: St
 
 
 def _sends(table: StageTable, rank: int) -> int:
-    """Stages of `rank` whose next stage is on another rank, plus those whose previous stage is on another rank.
+    """Return the number of messages that `rank` sends to other ranks per micro-batch.
 
-    With two stages of two layers on each rank all three borders are between ranks:
+    It counts the stages of `rank` whose next stage is on another rank, because they send activations there. It adds the
+    stages whose previous stage is on another rank, because they send gradients there. Two ranks have two stages of two
+    layers each, and all three borders between stages are between ranks:
 
     >>> _sends(((range(0, 2), range(4, 6)), (range(2, 4), range(6, 8))), rank=0)
     3

@@ -1,4 +1,7 @@
-"""Sizes of one rank's step: micro-batches, sequence segments and the experts present; today a function of the plan."""
+"""Sizes of one rank's training step: micro-batches, parts of sequences, and experts.
+
+They follow from the plan alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from meshwright.workload.model_shape import Shape
 
 @dataclass(frozen=True)
 class StepShape:
-    """Numbers or arrays of one length.
+    """Sizes of one rank's step. Each field is a number, or an array with one element per case.
 
     Two sequences of 4,096 tokens, each divided over two context ranks:
 
@@ -22,14 +25,18 @@ class StepShape:
     """
 
     micro_batches: Array
+    """Number of micro-batches."""
     segments: Array
-    """Sequence segments of one micro-batch: each sequence's part on one context rank."""
+    """Number of sequences in a micro-batch. A context rank has one segment of each."""
     segment_tokens: Array
-    """Tokens of each segment."""
+    """Tokens of a segment: the part of a sequence that one context rank computes."""
     experts: Array
-    """Routed experts of a layer that are present on the rank."""
+    """Number of routed experts of a layer on the rank."""
     expert_rows: Array
-    """Token copies of one micro-batch that each expert of the busiest rank receives."""
+    """Rows that each expert of the busiest rank computes for one micro-batch.
+
+    A token that is sent to two experts is two rows.
+    """
 
     @property
     def tokens(self) -> Array:
@@ -38,7 +45,10 @@ class StepShape:
 
 
 def step_shape(shape: Shape, layout: Layouts) -> StepShape:
-    """The step's sizes for sequences of equal length, evenly divided; expert tokens have the layout's imbalance."""
+    """Return the sizes of a step for sequences of equal length that are divided evenly.
+
+    The busiest expert rank gets `layout.imbalance` times the mean number of rows.
+    """
     tokens = layout.micro_batch * layout.seq / layout.context
     experts = np.maximum(shape.experts, 1.0) / np.maximum(layout.expert, 1.0)
     return StepShape(

@@ -1,4 +1,7 @@
-"""Parameters of the model's units on one rank: the embedding, each block, the head with prediction modules."""
+"""Numbers of parameters of the model's units on one rank.
+
+Units are the embedding, each block, and the head with prediction modules.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,26 @@ from meshwright.workload.model_shape import Shape
 
 @dataclass(frozen=True)
 class UnitParameters:
-    """Parameters of a unit on one tensor rank, before and after sharding."""
+    """Numbers of parameters of a unit on one tensor rank, before and after sharding."""
 
     dense: int = 0
     """Parameters outside the routed experts."""
     experts: int = 0
     """Parameters of the routed experts on one expert rank."""
     dense_shard: int = 0
-    """The share of `dense` on the first shard rank: FSDP2 gives it ceil(rows / shards) rows of each parameter."""
+    """The part of `dense` that the first shard rank stores: FSDP2 gives it ceil(rows / shards) rows of each parameter.
+    """
     expert_shard: float = 0.0
-    """The share of `experts` on each rank of their shard group."""
+    """The part of `experts` that each rank of their shard group stores."""
 
     @property
     def count(self) -> int:
+        """Return the number of parameters before sharding."""
         return self.dense + self.experts
 
     @property
     def shard(self) -> float:
-        """Parameters that the first shard rank stores."""
+        """Return the number of parameters that the first shard rank stores."""
         return self.dense_shard + self.expert_shard
 
     def __add__(self, other: UnitParameters) -> UnitParameters:
@@ -44,20 +49,27 @@ class UnitParameters:
 
 @dataclass(frozen=True)
 class EndParameters:
-    """Parameters outside the blocks."""
+    """Parameters outside the blocks: of the embedding and of the head."""
 
     table: UnitParameters
     """The embedding table."""
     embed: UnitParameters
-    """The embedding table and learned positions."""
+    """The embedding table and the learned positions."""
     final: UnitParameters
-    """The final norm, an untied head and the prediction modules."""
+    """The final norm, the head unless it is tied to the embedding, and the prediction modules."""
 
     def units(self, *, used_by_both: bool, first: bool, last: bool) -> tuple[UnitParameters, UnitParameters]:
-        """The embedding's unit and the head's on a rank with the `first` block, the `last` block or both.
+        """Return the embedding's unit and the head's unit on a rank that has the `first` block, the `last` block or
+        both.
 
-        If the table is `used_by_both` (`ModelSpec.embedding_at_both_ends`), a rank with both ends has one unit for both, the head's;
-        a rank with the last block but not the first has a copy of the table.
+        If embedding and head use the same table (`used_by_both`, see `ModelSpec.embedding_at_both_ends`), there are
+        three cases:
+
+        | blocks of the rank | embedding's unit | head's unit |
+        | --- | --- | --- |
+        | first and last | empty | everything |
+        | first | the embedding | empty |
+        | last | empty | the head, and a copy of the table |
         """
         shared = used_by_both and first and last
         embed = self.embed if first and not shared else UnitParameters()
@@ -67,11 +79,12 @@ class EndParameters:
         return embed, head + self.table if used_by_both and last else head
 
 
-@lru_cache(maxsize=4096)  # the planner asks for the same units under every batch and strategy
+@lru_cache(maxsize=4096)  # cached, because the planner asks for the same units with every batch and strategy
 def block_unit(model: ModelSpec, *, kind: int, tensor: int = 1, shards: int = 1, expert: int = 1) -> UnitParameters:
-    """A block of a kind (`ModelSpec.kind`) on one of `tensor` ranks; `expert` ranks divide the experts of each tensor rank.
+    """Return the parameters of a block of kind `kind` (`ModelSpec.kind`) on one of `tensor` tensor ranks.
 
-    Of 218,112,000 parameters of a block two tensor ranks share all but the two norms of 4,096:
+    `expert` ranks divide the experts of each tensor rank, and `shards` ranks the parameters. Two tensor ranks divide
+    the 218,112,000 parameters of a block, except for the two norms of 4,096, which both have:
 
     >>> from meshwright.config.presets import MODEL_PRESETS
     >>> from meshwright.spec.fields import from_plain
@@ -84,7 +97,7 @@ def block_unit(model: ModelSpec, *, kind: int, tensor: int = 1, shards: int = 1,
 
 @lru_cache(maxsize=4096)
 def end_units(model: ModelSpec, *, tensor: int = 1, shards: int = 1, expert: int = 1) -> EndParameters:
-    """The parameters outside the blocks, on one of `tensor` ranks; `expert` as in `block_unit`."""
+    """Return the parameters outside the blocks on one of `tensor` ranks; `shards` and `expert` are as in `block_unit`."""
     ends = end_parameters(model)
     groups = (
         [parameter for parameter in ends if parameter.name == "embed.weight"],
@@ -96,8 +109,9 @@ def end_units(model: ModelSpec, *, tensor: int = 1, shards: int = 1, expert: int
 
 @lru_cache(maxsize=1024)
 def trained_share(model: ModelSpec, kind: int | None) -> float:
-    """The share of the parameters that is trained, of a block of a kind or (None) of embedding and head; the others are
-    frozen."""
+    """Return the share of parameters that is trained, not frozen: of a block of kind `kind`, or of embedding and head
+    if it is None.
+    """
     unit = end_parameters(model) if kind is None else block_parameters(model, kind)
     return sum(parameter.count for parameter in unit if not parameter.frozen) / sum(each.count for each in unit)
 
@@ -105,6 +119,7 @@ def trained_share(model: ModelSpec, kind: int | None) -> float:
 def _unit(
     model: ModelSpec, parameters: Iterable[ParameterSpec], tensor: int, shards: int, expert: int
 ) -> UnitParameters:
+    """Return the parameters of a unit; the arguments are those of `block_unit`."""
     dense = experts = dense_shard = 0
     for parameter in parameters:
         if parameter.expert:
@@ -117,9 +132,10 @@ def _unit(
 
 
 def stage_parameters(shape: Shape, layout: Layouts, layer_share: Array) -> tuple[Array, Array]:
-    """Parameters of a pipeline rank with `layer_share` of all layers and one end of the model, before sharding.
+    """Return a pipeline rank's parameters before sharding: (outside the routed experts, inside them).
 
-    Returns the parameters outside the routed experts and inside them. With one pipeline rank both ends count.
+    The rank has `layer_share` of all layers and one end of the model (embedding or head). With one pipeline rank, it
+    has both ends.
     """
     tables = np.where(np.asarray(layout.pipeline) > 1, shape.table_params, shape.end_params)
     dense = (shape.inner_dense_params * layer_share + tables) / layout.tensor
@@ -127,5 +143,8 @@ def stage_parameters(shape: Shape, layout: Layouts, layer_share: Array) -> tuple
 
 
 def shard_parameters(layout: Layouts, dense: Array, experts: Array, sharded: Array) -> Array:
-    """Parameters that one rank stores of `dense` and `experts`, where `sharded`; all of them elsewhere."""
+    """Return the parameters that one rank stores.
+
+    `dense` and `experts` are numbers before sharding; they are divided where `sharded` is true.
+    """
     return np.where(sharded, dense / layout.shards + experts / layout.expert_shard, dense + experts)

@@ -1,8 +1,8 @@
-"""NVML of GPUs that a JSON file describes: what the real package `nvidia-ml-py` offers, as far as meshwright reads it.
+"""A fake of the package `nvidia-ml-py` whose GPUs are described by a JSON file. It offers what meshwright uses.
 
-The variable FAKE_NVML names the file; `{host}` in it stands for the name of the host. The file is read at each call:
-`{"gpus": [{...}], "events": [[gpu, xid], ...], "refused": [function, ...]}`. The keys of a GPU are those of `HEALTHY`. A
-test compares names and constants with the real package.
+The variable FAKE_NVML has the path of the file, in which `{host}` stands for the name of the host. The file is read at
+each call: `{"gpus": [{...}], "events": [[gpu, xid], ...], "refused": [function, ...]}`. A GPU may have the keys of
+`HEALTHY`, which also has their defaults. A test compares the names and constants with the real package.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ HEALTHY: dict[str, Any] = {
     "fields": {"230": 0, "94": 5, "162": 2, "163": 40},
     "error": 0,
 }
+"""Values of a healthy GPU, by the keys of the file."""
 
 
 class NVMLError(Exception):
@@ -61,6 +62,7 @@ class NVMLError(Exception):
 
 
 _delivered = 0
+"""Number of events that have been delivered."""
 
 
 def _world() -> dict[str, Any]:

@@ -1,1 +1,4 @@
-"""What a checkpoint is on disk: files, manifest, contents, and what a run has of them. Loads no torch."""
+"""The format of a checkpoint on disk: its files, manifest and contents, and the inventory of a run's checkpoints.
+
+Nothing here loads torch.
+"""

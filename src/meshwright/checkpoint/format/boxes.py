@@ -1,6 +1,9 @@
-"""Arithmetic on boxes: whether a box exceeds its tensor, and whether two boxes of a tensor overlap. Torch-free.
+"""Arithmetic on boxes: whether a box exceeds its tensor, and whether two boxes of a tensor overlap.
 
-A box is a rectangular part of a tensor: the index of its first element and its size in each dimension.
+A box is a rectangular part of a tensor: the index of its first element, and its size in each dimension. Example: offsets
+(2, 0) and sizes (3, 4) are the rows 2 to 4 and the columns 0 to 3.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,32 +31,32 @@ BoxT = TypeVar("BoxT", bound=HasBox)
 
 
 def count_elements(boxes: Sequence[HasBox]) -> int:
-    """Total number of elements; an element in two boxes counts twice."""
+    """Return the total number of elements. An element that lies in two boxes counts twice."""
     return sum(math.prod(box.sizes) for box in boxes)
 
 
 def exceeds_shape(box: HasBox, shape: tuple[int, ...]) -> bool:
-    """Whether part of the box lies outside a tensor of this shape."""
+    """Return whether a part of the box lies outside a tensor of this shape."""
     ends = (offset + size for offset, size in zip(box.offsets, box.sizes, strict=True))
     return any(end > size for end, size in zip(ends, shape, strict=True))
 
 
 def find_overlap(boxes: Sequence[BoxT]) -> tuple[BoxT, BoxT] | None:
-    """Two boxes that share an element, or None.
+    """Return two boxes that share an element, or None.
 
-    Sorts the boxes along the dimension in which they have the most distinct offsets, and compares each box only with
-    those that have begun and not yet ended there. This avoids comparing all pairs.
+    Comparing all pairs would take too long. So the boxes are sorted along the dimension with the most distinct offsets.
+    Each box is then compared only with the boxes that begin before it along that dimension and do not end before it.
     """
     nonempty = [box for box in boxes if math.prod(box.sizes)]
     if len(nonempty) < 2:
         return None
     distinct_offsets = [len({box.offsets[dim] for box in nonempty}) for dim in range(len(nonempty[0].offsets))]
-    if not distinct_offsets:  # scalars: every box is the one element
+    if not distinct_offsets:  # scalars: each box is the whole tensor, one element
         return nonempty[0], nonempty[1]
     sweep_dim = distinct_offsets.index(max(distinct_offsets))
     nonempty.sort(key=lambda box: box.offsets[sweep_dim])
     open_boxes: list[tuple[int, int]] = []
-    """(end along `sweep_dim`, index) of the boxes that have not ended yet, by end."""
+    """Boxes that have not ended yet, as (end along `sweep_dim`, index), sorted by end."""
     for index, box in enumerate(nonempty):
         while open_boxes and open_boxes[0][0] <= box.offsets[sweep_dim]:
             open_boxes.pop(0)

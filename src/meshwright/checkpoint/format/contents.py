@@ -1,7 +1,9 @@
-"""Reads and writes `metadata.json`: the tensors of a checkpoint, and the file and key of each chunk of them.
+"""Reads and writes `metadata.json`: the tensors of a checkpoint, and the file and key of each of their chunks.
 
-A chunk is a box (rectangular part) of a tensor, stored as one entry of a safetensors file. The reader checks all names, sizes
-and offsets, and that the chunks of a tensor cover it without overlap. Torch-free.
+A chunk is a box (rectangular part) of a tensor. It is stored as one entry of a safetensors file. The reader checks all
+names, sizes and offsets, and that the chunks of a tensor cover it without overlap.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _NAME_LIMIT = 1024
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A box of a tensor, stored under `key` in `file`: its first element at `offsets`, `sizes` elements per dimension."""
+    """A box of a tensor, stored under `key` in `file`.
+
+    `offsets` is the index of its first element and `sizes` its shape, both in elements per dimension.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -39,7 +44,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A stored tensor: global shape, safetensors' dtype name such as `F32`, and the chunks that cover it."""
+    """A stored tensor: its global shape, safetensors' dtype name (such as `F32`), and the chunks that cover it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -51,21 +56,21 @@ class TensorRecord:
 
 
 Contents = dict[str, TensorRecord]
-"""Tensor name → its record."""
+"""The record of each tensor, by the tensor's name."""
 
 
 def encode_contents(contents: Contents) -> bytes:
-    """The bytes of `metadata.json`."""
+    """Return the bytes of `metadata.json`."""
     return (json.dumps({"format": FORMAT, "tensors": plain_contents(contents)}) + "\n").encode()
 
 
 def plain_contents(contents: Contents) -> dict[str, Any]:
-    """`contents` as values of JSON."""
+    """Return `contents` as values that JSON can store."""
     return {name: asdict(record) for name, record in contents.items()}
 
 
 def contents_of(plain: Mapping[str, Any]) -> Contents:
-    """The contents from the values of `plain_contents`, which this program wrote: they are not checked."""
+    """Return the contents from the values of `plain_contents`. This program wrote them, so they are not checked."""
     return {
         name: TensorRecord(
             tuple(entry["shape"]),
@@ -80,9 +85,9 @@ def contents_of(plain: Mapping[str, Any]) -> Contents:
 
 
 def read_contents(path: Path, manifest: CheckpointManifest) -> Contents:
-    """The tensors of the checkpoint in folder `path`, by name; their values are neither read nor verified.
+    """Return the tensors of the checkpoint in folder `path`, by name. Their values are neither read nor verified.
 
-    Raises Damaged when its `metadata.json` is missing, not what was written, or invalid.
+    Raises Damaged when its `metadata.json` is missing, invalid, or does not match its digests.
     """
     if CONTENTS not in manifest.files:
         raise Damaged(f"{path} has no {CONTENTS}")
@@ -99,7 +104,10 @@ def parse_contents(text: bytes, where: Path, manifest: CheckpointManifest) -> Co
 
 
 def check_record(name: str, record: TensorRecord, where: Path) -> None:
-    """Raise Damaged unless the chunks lie inside the tensor, do not overlap and cover it. `where` begins the message."""
+    """Raise Damaged unless the chunks lie inside the tensor, do not overlap, and cover it.
+
+    The message begins with `where`, the file that has the record.
+    """
     for chunk in record.chunks:
         if exceeds_shape(chunk, record.shape):
             raise Damaged(
@@ -110,6 +118,7 @@ def check_record(name: str, record: TensorRecord, where: Path) -> None:
 
 
 def _parse_record(name: str, entry: Any, where: Path, manifest: CheckpointManifest) -> TensorRecord:
+    """Return the record of tensor `name` in the JSON value `entry`. Raises Damaged if it is invalid."""
     if not 0 < len(name) <= _NAME_LIMIT or not name.isprintable():
         raise Damaged(f"{where}: {name[:80]!r} is not a tensor name")
     entry = entry if isinstance(entry, dict) else {}
@@ -126,6 +135,7 @@ def _parse_record(name: str, entry: Any, where: Path, manifest: CheckpointManife
 
 
 def _parse_chunk(name: str, entry: Any, dimensions: int, where: Path, manifest: CheckpointManifest) -> TensorChunk:
+    """Return the chunk in the JSON value `entry`, a chunk of a tensor with this many dimensions. Raises Damaged if it is invalid."""
     entry = entry if isinstance(entry, dict) else {}
     offsets = parse_offsets(entry.get("offsets"))
     sizes = parse_shape(entry.get("sizes"))

@@ -1,7 +1,9 @@
-"""Computes the xxh3_64 digest of file blocks without holding the GIL, so that several threads run at once. Torch-free.
+"""Computes the xxh3_64 digest of file blocks without holding Python's GIL, so that several threads run at once.
 
-The Python functions of `xxhash` hold the GIL (measured with 4.1: two threads are no faster than one). Its compiled
-module exports the C functions of libxxhash, and `ctypes` releases the GIL around a call.
+The functions of the Python module `xxhash` hold the GIL (measured with 4.1: two threads are no faster than one). But its
+compiled module exports the C functions of libxxhash, and `ctypes` releases the GIL around a call.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import xxhash
 
 
 def block_digest(data: memoryview) -> str:
-    """The xxh3_64 digest of a writable, contiguous view, in hexadecimal."""
+    """Return the xxh3_64 digest of a writable, contiguous view, in hexadecimal."""
     functions = _c_functions()
     if functions is None or not len(data):
         return xxhash.xxh3_64(data).hexdigest()
@@ -24,10 +26,10 @@ def block_digest(data: memoryview) -> str:
 
 
 def digest_while_filling(data: memoryview, part_bytes: int, fill: Callable[[int, int], object]) -> str:
-    """The xxh3_64 digest of a writable, contiguous view, in hexadecimal.
+    """Fill a writable, contiguous view part by part, and return its xxh3_64 digest in hexadecimal.
 
-    `fill(start, end)` writes one part of the view after the other. A part is digested before the next is written, so
-    that it is still in the processor's cache.
+    `fill(start, end)` writes the bytes [start, end) of the view; a part has `part_bytes` bytes. Each part is digested
+    before the next one is written, while it is still in the processor's cache.
     """
     parts = [(start, min(start + part_bytes, len(data))) for start in range(0, len(data), part_bytes)]
     functions = _c_functions()
@@ -54,9 +56,9 @@ def _address(data: memoryview) -> int:
 
 
 class _XXHash:
-    """Functions of libxxhash.
+    """The C functions of libxxhash.
 
-    Calls that take long release the GIL. Short ones keep it: giving it back takes longer than they do.
+    Functions that take long release the GIL. Short ones keep it, because releasing it would take longer than the call.
     """
 
     def __init__(self, path: str) -> None:
@@ -65,7 +67,7 @@ class _XXHash:
         pointer = ctypes.c_void_p
         size = ctypes.c_size_t
         number = ctypes.c_uint64
-        # On x86 the plain functions have the instructions of every processor only: half the rate of those for this processor.
+        # On x86 the plain functions use only instructions that every processor has. The `_dispatch` ones are twice as fast.
         self.digest = _typed(getattr(long, "XXH3_64bits_dispatch", long.XXH3_64bits), number, pointer, size)
         update = getattr(long, "XXH3_64bits_update_dispatch", long.XXH3_64bits_update)
         self.update = _typed(update, ctypes.c_int, pointer, pointer, size)
@@ -83,7 +85,7 @@ def _typed(function: Any, result: Any, *arguments: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def _c_functions() -> _XXHash | None:
-    """The functions in `xxhash`'s compiled module; None if that does not export them."""
+    """Return the functions of `xxhash`'s compiled module, or None if the module does not export them."""
     try:
         return _XXHash(str(import_module("xxhash._xxhash").__file__))
     except (ImportError, OSError, AttributeError):

@@ -1,6 +1,8 @@
-"""Records of a checkpoint's files, and reads with checks on type and size. Torch-free.
+"""Records of a checkpoint's files, and reads that check type and size.
 
-Operating-system errors pass through; `spec.failures` converts them into the project's error classes.
+Errors of the operating system pass through; `spec.failures` converts them into the project's error classes.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,23 +20,25 @@ from typing import Any
 from meshwright.spec.errors import Damaged
 
 BLOCK_BYTES = 16 << 20
-"""Size of a block (16 MiB). Each block has a digest of its own, so threads and ranks can verify a file in parallel and
-report the position of damage."""
+"""Size of a block of a file in bytes (16 MiB).
+
+Each block has its own digest, so that threads and ranks can verify a file in parallel, and report where it is damaged.
+"""
 
 Bytes = bytes | bytearray | memoryview
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _UNREADABLE = {
-    # The disk or the file server failed.
+    # The disk or the file server has failed.
     errno.EIO,
     errno.ENODATA,
     errno.EBADMSG,
     errno.EUCLEAN,
     errno.ESTALE,
-    # Another user's file.
+    # The file belongs to another user.
     errno.EACCES,
     errno.EPERM,
-    # A socket, device, folder or link instead of a file.
+    # There is a socket, device, folder or link instead of a file.
     errno.ENXIO,
     errno.ENODEV,
     errno.ENOTDIR,
@@ -45,14 +49,14 @@ _UNREADABLE = {
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file's size, and the xxh3_64 digest of each block in hexadecimal."""
+    """The size of a file in bytes, and the xxh3_64 digest of each of its blocks in hexadecimal."""
 
     bytes: int
     blocks: tuple[str, ...]
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> FileRecord:
-        """The record from the values of `asdict`, which this program wrote: they are not checked."""
+        """Return the record from the values of `asdict`. This program wrote them, so they are not checked."""
         return cls(values["bytes"], tuple(values["blocks"]))
 
 
@@ -74,7 +78,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """The contents of a small file. Raises Damaged, before reading, if it has more than `limit` bytes."""
+    """Return the contents of a small file. Raises Damaged before reading if it has more than `limit` bytes."""
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
@@ -88,7 +92,7 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def read_range(descriptor: int, target: Bytes, offset: int, path: Path) -> None:
-    """Fill `target` from byte `offset` on; raises Damaged when the file ends too early."""
+    """Fill `target` with the file's bytes from `offset` on. Raises Damaged if the file ends too early."""
     view = memoryview(target).cast("B")
     while view:
         count = os.preadv(descriptor, [view], offset)
@@ -99,12 +103,15 @@ def read_range(descriptor: int, target: Bytes, offset: int, path: Path) -> None:
 
 
 def add_reserve(tensor_bytes: int) -> int:
-    """Disk space in bytes for a checkpoint of `tensor_bytes`: 1% and 1 MB more, for headers, JSON files and texts."""
+    """Return the disk space in bytes for a checkpoint whose tensors have `tensor_bytes`.
+
+    Headers, JSON files and text files get 1% and 1 MB more.
+    """
     return tensor_bytes + tensor_bytes // 100 + 10**6
 
 
 def disk_space_error(folder: Path, tensor_bytes: int) -> str | None:
-    """The error message if a checkpoint of `tensor_bytes` does not fit on the disk of `folder`; None if it fits."""
+    """Return the error message if a checkpoint of `tensor_bytes` does not fit on the disk of `folder`, else None."""
     needed = add_reserve(tensor_bytes)
     free = shutil.disk_usage(folder).free
     if needed <= free:
@@ -116,10 +123,16 @@ def disk_space_error(folder: Path, tensor_bytes: int) -> str | None:
 
 
 def plain_name(name: object) -> str | None:
-    """`name` if it is a file name of letters, digits, `.`, `_` and `-` that begins with a letter or digit, else None."""
+    """Return `name` if it is a plain file name, else None.
+
+    A plain name has letters, digits, `.`, `_` and `-`, at most 128, and begins with a letter or a digit.
+    """
     return name if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) else None
 
 
 def unreadable(error: OSError) -> bool:
-    """Whether an error concerns this file, so that the checkpoint counts as damaged; a lack of memory, say, does not."""
+    """Return whether an error concerns the file itself, so that the checkpoint counts as damaged.
+
+    A failed disk does; a lack of memory does not.
+    """
     return error.errno in _UNREADABLE

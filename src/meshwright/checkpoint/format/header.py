@@ -1,8 +1,10 @@
 """Writes and parses the header of a safetensors file: its length in 8 bytes, then a JSON table of the tensors.
 
-The tensors follow as raw little-endian bytes without gaps. Format: https://github.com/huggingface/safetensors. Our own
-writer lets a shard be written to disk one tensor at a time. Our own parser checks every number before it is used.
-Torch-free.
+The tensors follow the header as raw little-endian bytes without gaps. Format: https://github.com/huggingface/safetensors.
+This module has a writer of its own, so that a file can be written to disk one tensor at a time. It also has a parser of its
+own, which checks every number before it is used.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -37,20 +39,20 @@ ITEM_BYTES = {
     "F8_E5M2": 1,
     "F8_E8M0": 1,
 }
-"""Bytes of one element by safetensors' dtype name."""
+"""Bytes of one element, by safetensors' dtype name."""
 
 HEADER_LIMIT = 16 << 20
 """Largest JSON table that is read or written, in bytes."""
 ENTRY_LIMIT = 200_000
-"""Most tensors in a file that is read."""
+"""Most tensors of a file that is read."""
 _DIMENSION_LIMIT = 16
 _SIZE_LIMIT = 1 << 60
-"""Upper bound of an offset, a size and the number of elements of a tensor."""
+"""Upper bound of an offset, of a size, and of the number of elements of a tensor."""
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor to be stored: its key in the file, safetensors' dtype name such as `F32`, and its shape."""
+    """A tensor that will be stored: its key in the file, safetensors' dtype name (such as `F32`), and its shape."""
 
     key: str
     dtype: str
@@ -63,7 +65,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A stored tensor: safetensors' dtype name, shape, and its bytes [start, end), counted from the start of the file."""
+    """A stored tensor: safetensors' dtype name, shape, and its bytes [start, end) in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,7 +74,7 @@ class TensorEntry:
 
 
 def encode_header(headers: Sequence[TensorHeader]) -> bytes:
-    """All bytes before the first tensor's, for tensors stored in the order of `headers`.
+    """Return the file's bytes before the first tensor. The tensors are stored in the order of `headers`.
 
     Pass dtypes with larger elements first, so that every tensor is aligned to its element size.
     """
@@ -95,7 +97,7 @@ def encode_header(headers: Sequence[TensorHeader]) -> bytes:
 
 
 def read_entries(path: Path) -> dict[str, TensorEntry]:
-    """The entries by key of a safetensors file; raises Damaged if it violates the format."""
+    """Return the entries of a safetensors file by key. Raises Damaged if the file violates the format."""
     descriptor = open_regular(path)
     try:
         return parse_header(read_header_bytes(descriptor, path), os.fstat(descriptor).st_size, path)
@@ -104,7 +106,7 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
 
 
 def read_header_bytes(descriptor: int, path: Path) -> bytes:
-    """All bytes before the first tensor's. Raises Damaged when the length exceeds the file or `HEADER_LIMIT`."""
+    """Return the file's bytes before the first tensor. Raises Damaged if their length exceeds the file or `HEADER_LIMIT`."""
     size = os.fstat(descriptor).st_size
     prefix = bytearray(8)
     read_range(descriptor, prefix, 0, path)
@@ -117,9 +119,9 @@ def read_header_bytes(descriptor: int, path: Path) -> bytes:
 
 
 def parse_header(header: bytes, file_bytes: int, path: Path) -> dict[str, TensorEntry]:
-    """The entries by key in `header`, the first bytes of a file of `file_bytes` bytes as `read_header_bytes` gives them.
+    """Return the entries, by key, that `header` describes. `header` is the result of `read_header_bytes`.
 
-    Raises Damaged if they violate the format; `path` is the file that the message names.
+    `file_bytes` is the size of the file. Raises Damaged if the header violates the format; the message names `path`.
     """
     if len(header) < 8 or len(header) != 8 + int.from_bytes(header[:8], "little") or len(header) > 8 + HEADER_LIMIT:
         raise Damaged(f"{path}: the header does not fit (file: {file_bytes} bytes, limit: {HEADER_LIMIT})")
@@ -136,7 +138,7 @@ def parse_header(header: bytes, file_bytes: int, path: Path) -> dict[str, Tensor
 def find_entry(
     entries: Mapping[str, TensorEntry], key: str, dtype: str, shape: tuple[int, ...], path: Path
 ) -> TensorEntry:
-    """The entry under `key` of the file `path`; raises Damaged unless it has this dtype and shape."""
+    """Return the entry under `key` of the file `path`. Raises Damaged unless it has this dtype and shape."""
     entry = entries.get(key)
     if entry is None or entry.dtype != dtype or entry.shape != shape:
         stored = "nothing" if entry is None else f"{entry.dtype} {entry.shape}"
@@ -145,7 +147,7 @@ def find_entry(
 
 
 def parse_offsets(value: Any) -> tuple[int, ...] | None:
-    """Offsets from a JSON value; None unless it is a list of at most 16 whole numbers below 2^60."""
+    """Return offsets from a JSON value; None unless it is a list of at most 16 whole numbers below 2^60."""
     if not isinstance(value, list) or len(value) > _DIMENSION_LIMIT:
         return None
     valid = all(
@@ -155,13 +157,13 @@ def parse_offsets(value: Any) -> tuple[int, ...] | None:
 
 
 def parse_shape(value: Any) -> tuple[int, ...] | None:
-    """A shape from a JSON value; None unless `parse_offsets` accepts it and it has fewer than 2^60 elements."""
+    """Return a shape from a JSON value; None unless `parse_offsets` accepts it and it has fewer than 2^60 elements."""
     numbers = parse_offsets(value)
     return numbers if numbers is not None and math.prod(numbers) < _SIZE_LIMIT else None
 
 
 def _parse_entry(key: str, value: Any, data_start: int, path: Path) -> TensorEntry:
-    """The entry in a JSON value, whose offsets count from byte `data_start` of the file, the end of the header."""
+    """Return the entry in a JSON value. Its offsets count from byte `data_start` of the file, the end of the header."""
     value = value if isinstance(value, dict) else {}
     shape = parse_shape(value.get("shape"))
     span = parse_offsets(value.get("data_offsets"))

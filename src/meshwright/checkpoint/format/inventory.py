@@ -1,7 +1,10 @@
-"""What a run has: its checkpoints, which of them can be loaded, and whether it ever had one. Torch-free.
+"""The inventory of a run: its checkpoints, which of them can be loaded, and whether the run ever had one.
 
-Whoever decides between a start from scratch, a resume and an older checkpoint asks `take_inventory`: the launcher, the
-ranks, and the commands that read a model. A run that ever had a checkpoint never starts from scratch.
+The launcher, the ranks, and the commands that read a model call `take_inventory` to decide between a start from scratch, a
+resume from the newest checkpoint, and a resume from an older one. A run that ever had a checkpoint never starts from
+scratch.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,16 +21,19 @@ from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 
 FIRST_COMMIT = "first_commit.json"
-"""File in a run's folder, written after its first commit: the folder had a checkpoint, whatever is left of it."""
+"""File in a run's folder, written after its first commit. It proves that the run had a checkpoint, even if none is left."""
 SHOWN = 5
-"""Checkpoints that a message names."""
+"""A message names at most this many checkpoints."""
 
 log = logging.getLogger("meshwright")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint folder; `damage` says why it cannot be loaded. `step` is None if neither name nor manifest tells it."""
+    """A checkpoint folder that was found.
+
+    `step`: None if neither the name nor the manifest has it. `damage`: why it cannot be loaded; empty if it can.
+    """
 
     path: Path
     step: int | None
@@ -39,7 +45,7 @@ class Found:
 
     @property
     def is_newer_format(self) -> bool:
-        """Whether a later release wrote it in a format that this one cannot read; then it is not damaged."""
+        """Whether a later release wrote the checkpoint in a format that this release cannot read. That is no damage."""
         return any(entry.kind == "format" for entry in self.damage)
 
     def __str__(self) -> str:
@@ -48,26 +54,29 @@ class Found:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The checkpoints of a run's folder, newest first, and the file that tells that it had one, whatever is left."""
+    """The checkpoints of a run's folder, newest first, and the evidence that the run had a checkpoint."""
 
     folder: Path
     checkpoints: tuple[Found, ...]
     record: str | None
-    """Name of a file in the run's folder; None if the run never had a checkpoint. Only looked for as far as needed."""
+    """Name of a file in the run's folder that proves that the run had a checkpoint, or None.
+
+    It is only looked for if `checkpoints` is empty.
+    """
 
     @property
     def had_checkpoint(self) -> bool:
         return self.record is not None or bool(self.checkpoints)
 
     def up_to(self, step: int) -> Inventory:
-        """What it has of steps up to `step`."""
+        """Return the inventory without checkpoints of steps after `step`."""
         early = tuple(found for found in self.checkpoints if (found.step or 0) <= step)
         return replace(self, checkpoints=early, record=None)
 
     def usable(self) -> Found | None:
-        """The newest checkpoint that is not damaged; None without one.
+        """Return the newest checkpoint that is not damaged, or None.
 
-        Raises NewerFormat if that is one of a later release: an older checkpoint does not stand in for it.
+        Raises NewerFormat if a newer checkpoint was written by a later release: an older checkpoint must not replace it.
         """
         for found in self.checkpoints:
             if found.ok:
@@ -77,9 +86,9 @@ class Inventory:
         return None
 
     def lost(self, copies: Callable[[], str] = str) -> Damaged | None:
-        """The error for a run that had a checkpoint, of which none can be loaded; None for one that never had any.
+        """Return the error for a run that had a checkpoint but has none that can be loaded; None if it never had one.
 
-        `copies` describes what the run's mirror has; empty without a mirror.
+        `copies` returns a text on what the run's mirror has, which the message includes; empty without a mirror.
         """
         if not self.had_checkpoint:
             return None
@@ -96,16 +105,16 @@ class Inventory:
         )
 
     def check_start(self, copies: Callable[[], str]) -> None:
-        """Raise Damaged, or NewerFormat, for a run that would have to start from scratch although it had a checkpoint."""
+        """Raise Damaged, or NewerFormat, if the run would have to start from scratch although it had a checkpoint."""
         lost = self.lost(copies) if self.usable() is None else None
         if lost is not None:
             raise lost
 
 
 def take_inventory(folder: Path, *, contents: bool = False) -> Inventory:
-    """The inventory of a run's folder, of its `checkpoints` folder, or of a single checkpoint.
+    """Return the inventory of a run's folder, of its `checkpoints` folder, or of a single checkpoint.
 
-    Names, sizes and manifests are compared, with `contents` every byte too. A folder that does not exist has nothing.
+    Names, sizes and manifests are checked, and with `contents` every byte. A folder that does not exist is empty.
     """
     paths = find_checkpoints(folder) if folder.is_dir() else []
     run_id = run_id_of(folder)
@@ -116,7 +125,10 @@ def take_inventory(folder: Path, *, contents: bool = False) -> Inventory:
 
 
 def record_commit(run: Path, step: int) -> None:
-    """Write to a run's folder that it has had a checkpoint, if that is not written yet. A failure is logged: the next commit repeats it."""
+    """Record in a run's folder that the run has had a checkpoint, unless that is recorded.
+
+    A failure is only logged, because the next commit tries again.
+    """
     try:
         if not (run / FIRST_COMMIT).exists():
             write_durable(run / FIRST_COMMIT, json.dumps({"step": step}) + "\n")
@@ -126,7 +138,7 @@ def record_commit(run: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint that a command uses; `passed_over` are newer ones that are damaged."""
+    """The checkpoint that a command uses. `passed_over` are newer checkpoints that are damaged."""
 
     path: Path
     step: int | None
@@ -134,7 +146,7 @@ class Chosen:
 
     @property
     def warning(self) -> str | None:
-        """A sentence for the user if an older checkpoint stands in for the newest."""
+        """A sentence for the user if an older checkpoint is used in place of the newest, else None."""
         if not self.passed_over:
             return None
         newest = self.passed_over[0]
@@ -142,16 +154,16 @@ class Chosen:
         return f"the newest checkpoint {newest.path.parent / str(newest)} is damaged{more}; {self.path.name} is used"
 
     def facts(self) -> dict[str, object]:
-        """The same for programs: `checkpoint`, and `damaged_checkpoints` if newer ones are damaged."""
+        """Return the choice for programs: `checkpoint`, and `damaged_checkpoints` if newer ones are damaged."""
         damaged = [{"path": str(found.path), "reason": str(found.damage[0])} for found in self.passed_over]
         return {"checkpoint": str(self.path), **({"damaged_checkpoints": damaged} if damaged else {})}
 
 
 def choose_newest(folder: Path, *, contents: bool = True) -> Chosen:
-    """The newest good checkpoint in a run folder or `checkpoints` folder, or `folder` itself if it is a checkpoint.
+    """Return the newest good checkpoint in a run folder or `checkpoints` folder, or `folder` itself if it is a checkpoint.
 
-    `contents=False` checks names and sizes only; a reader verifies the blocks that it reads anyway. Raises BadInput
-    when there is none, Damaged when all are damaged, and NewerFormat when this release cannot read the newest.
+    `contents=False` checks names and sizes only; a reader verifies the blocks that it reads anyway. Raises BadInput if
+    there is no checkpoint, Damaged if all are damaged, and NewerFormat if this release cannot read the newest.
     """
     run_id = run_id_of(folder)
     passed_over = list[Found]()
@@ -173,27 +185,27 @@ def choose_newest(folder: Path, *, contents: bool = True) -> Chosen:
 
 
 def choose_weights(folder: Path, *, contents: bool = True) -> Chosen | None:
-    """The checkpoint of a model's folder by `choose_newest`, whose errors it raises; None for a Hugging Face folder."""
+    """Return the checkpoint of a model's folder as `choose_newest` does; None for a Hugging Face folder."""
     return None if (folder / "config.json").exists() else choose_newest(folder, contents=contents)
 
 
 def newest_checkpoint(folder: Path, *, contents: bool = True) -> Path:
-    """The path of `choose_newest`, whose errors it raises."""
+    """Return the path of the checkpoint that `choose_newest` chooses. Raises the same errors."""
     return choose_newest(folder, contents=contents).path
 
 
 def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint in a run folder whose file names and sizes are right; 0 without one."""
+    """Return the step of the newest checkpoint in a run folder whose file names and sizes are right; 0 without one."""
     return max(present_steps(folder), default=0)
 
 
 def present_steps(folder: Path) -> tuple[int, ...]:
-    """Steps of the checkpoints in a run's folder whose names and sizes are right, ascending."""
+    """Return the steps of the checkpoints in a run's folder whose file names and sizes are right, ascending."""
     return tuple(found.step or 0 for found in reversed(take_inventory(folder).checkpoints) if found.ok)
 
 
 def describe_continuation(folder: Path) -> str:
-    """A sentence for the user: from which step the same command continues the run in `folder`."""
+    """Return a sentence for the user: after which step the same command continues the run in `folder`."""
     if step := newest_step(folder):
         path = folder / "checkpoints" / step_name(step)
         return f"started again, the run {folder.name} continues after step {step}, from {path}"

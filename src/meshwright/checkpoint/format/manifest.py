@@ -1,7 +1,7 @@
-"""Reads and writes the record that makes a folder a checkpoint: `manifest.json` and `COMMITTED`, its digest.
+"""Reads and writes the two files that make a folder a checkpoint: `manifest.json`, and `COMMITTED` with its digest.
 
-The manifest has the size of every other file and a digest of each of its blocks. Torch-free, so that the launcher and
-the command line start quickly.
+The manifest has the size of every other file, and a digest of each of its blocks.
+This module does not import torch, so that the launcher and the command line start quickly.
 """
 
 from __future__ import annotations
@@ -22,32 +22,43 @@ from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.folder_files import parse_json
 
 FORMAT = 1
-"""Version of the folder's contents; a reader refuses any other."""
+"""Version of the contents of a checkpoint folder. A reader refuses any other version."""
 MANIFEST = "manifest.json"
+"""File with the size of all other files, the digests of their blocks, and facts about the save."""
 COMMITTED = "COMMITTED"
+"""File with the digest of the manifest. It is written last; a folder without it is no checkpoint."""
 CONTENTS = "metadata.json"
+"""File that lists the tensors (`contents.py`)."""
 STATE = "state.json"
-"""Files of a checkpoint; CONTENTS lists its tensors, and STATE has step, samples and tokens."""
+"""File with the step, samples and tokens (`plain_files.py`)."""
 
 _MANIFEST_LIMIT = 1 << 30
 _STEP_NAME = re.compile(r"step-(\d{8,12})")
 REPLACED = re.compile(r"\.replaced-(step-\d{8,12})\.[0-9a-f]+")
-"""Name of a checkpoint that another of the same step is about to replace."""
+"""Name that a checkpoint gets just before another checkpoint of the same step replaces it."""
 _COMMIT_LINE = re.compile(rb"[0-9a-f]{32}\n")
 _BLOCK_DIGEST = re.compile(r"[0-9a-f]{16}")
 
 DamageType = Literal["missing", "truncated", "digest", "extra", "manifest", "commit", "foreign", "format"]
-"""`digest`: contents differ from what was written; `extra`: more bytes or files than written; `manifest`, `commit`: the
-file manifest.json or COMMITTED is invalid; `foreign`: the checkpoint is another run's; `format`: a later release wrote
-it, which is no damage."""
+"""How a file differs from what was written:
+
+`missing`      the file is not there or is not a regular file
+`truncated`    it is shorter than written
+`digest`       its contents differ, or cannot be read
+`extra`        it is longer than written, or is not in the manifest
+`manifest`     manifest.json is invalid
+`commit`       COMMITTED is invalid
+`foreign`      the checkpoint belongs to another run
+`format`       a later release wrote the checkpoint; it is not damaged, but cannot be read
+"""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A file of a checkpoint that differs from what was written, and how.
+    """How one file of a checkpoint differs from what was written.
 
-    `offset` is the first byte concerned: the file's end for `truncated`, the begin of the first 16 MiB block that
-    differs for `digest`, None when the whole file is missing or extra.
+    `offset` is the first byte concerned: the end of the file for `truncated`, the first byte of the first 16 MiB block
+    that differs for `digest`, and None if the whole file is missing or extra. `note` is a text for the user.
     """
 
     file: str
@@ -62,7 +73,7 @@ class Damage:
 
 
 class DamagedCheckpoint(Damaged):
-    """A checkpoint does not match its manifest; `damage` lists the differences."""
+    """The error for a checkpoint that does not match its manifest. `damage` lists the differences."""
 
     def __init__(self, path: Path, damage: Sequence[Damage]) -> None:
         self.damage = tuple(damage)
@@ -72,7 +83,10 @@ class DamagedCheckpoint(Damaged):
 
 
 class NewerFormat(BadInput):
-    """A later release wrote the checkpoint, in a format that this one cannot read; `damage` says so for lists of damage."""
+    """The error for a checkpoint that a later release wrote in a format that this release cannot read.
+
+    `damage` says the same for functions that return lists of damage.
+    """
 
     def __init__(self, path: Path, damage: Sequence[Damage]) -> None:
         self.damage = tuple(damage)
@@ -84,9 +98,10 @@ class NewerFormat(BadInput):
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """The contents of `manifest.json`: records of all files except itself and COMMITTED, and what wrote them.
+    """The contents of `manifest.json`: what was saved and by whom, and the records of all other files but COMMITTED.
 
-    `attempt` is the name of the save (`checkpoint.write.attempt`), and `written` its time (UTC, ISO 8601).
+    `step` is the training step, `world_size` the number of ranks. `attempt` names the save (`checkpoint.write.attempt`).
+    `written` is its time (UTC, ISO 8601). `versions` are versions of packages by name. `files` has a record of each file.
     """
 
     step: int
@@ -96,43 +111,43 @@ class CheckpointManifest:
     versions: dict[str, str]
     files: dict[str, FileRecord]
     run_id: str | None = None
-    """The run that wrote it; None in a run folder without a lease (`durable.lease`)."""
+    """Id of the run that wrote the checkpoint; None in a run folder without a lease (`durable.lease`)."""
     epoch: int | None = None
-    """The number of the start (launch) of the run that wrote it; None without a lease."""
+    """Number of the start (launch) of the run that wrote the checkpoint; None without a lease."""
     parent: int | None = None
-    """Step of the checkpoint that the writing start continued from; None for a run's first start."""
+    """Step of the checkpoint from which that start continued; None for the first start of a run."""
     finite: bool | None = None
-    """Whether the step's loss and gradient norm were finite; None where no training step was checked."""
+    """Whether the step's loss and gradient norm were finite; None if no training step was checked."""
     seconds: dict[str, float] | None = None
-    """Duration of the save by phase (`staging`, `writing`, `commit`); None where it was not measured."""
+    """Duration of each phase of the save (`staging`, `writing`, `commit`) in seconds; None if not measured."""
 
     @property
     def total_bytes(self) -> int:
         return sum(record.bytes for record in self.files.values())
 
     def encode(self) -> bytes:
-        """The bytes of `manifest.json`."""
+        """Return the bytes of `manifest.json`."""
         return (json.dumps({"format": FORMAT, "block_bytes": BLOCK_BYTES, **asdict(self)}, indent=1) + "\n").encode()
 
 
 def tensor_file(rank: int) -> str:
-    """The name of the file with a rank's tensors."""
+    """Return the name of the file with a rank's tensors."""
     return f"tensors-{rank:05d}.safetensors"
 
 
 def step_name(step: int) -> str:
-    """The name of a step's checkpoint folder: `step-00000100`."""
+    """Return the name of a step's checkpoint folder: `step-00000100`."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in a checkpoint folder's name, or None for another name."""
+    """Return the step in a checkpoint folder's name, or None for another name."""
     match = _STEP_NAME.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The checkpoint folders in `folder`, committed or not, by step; empty when `folder` does not exist."""
+    """Return the checkpoint folders in `folder`, committed or not, by step; empty when `folder` does not exist."""
     if not folder.is_dir():
         return []
     paths = [path for path in folder.iterdir() if step_of(path.name) is not None and path.is_dir()]
@@ -140,9 +155,10 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def candidates(checkpoints: Path) -> list[Path]:
-    """The folders to resume from, newest first.
+    """Return the folders to resume from, newest first.
 
-    Includes a checkpoint that was renamed for its replacement when a crash prevented the replacement.
+    A checkpoint is renamed just before another one of the same step replaces it. If a crash has prevented the
+    replacement, the renamed folder is included.
     """
     path_of = {path.name: path for path in steps_in(checkpoints)}
     for path, match in matching(checkpoints, REPLACED):
@@ -151,13 +167,13 @@ def candidates(checkpoints: Path) -> list[Path]:
 
 
 def candidate_step(path: Path) -> int | None:
-    """The step in the name of a folder that `candidates` returned; None for any other name."""
+    """Return the step in the name of a folder that `candidates` returned; None for any other name."""
     match = REPLACED.fullmatch(path.name)
     return step_of(match[1] if match else path.name)
 
 
 def matching(checkpoints: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-    """The entries of a folder whose names match a pattern, with the match, by name; empty when the folder does not exist."""
+    """Return the entries of a folder whose names match a pattern, with the match, by name; empty when the folder does not exist."""
     if not checkpoints.is_dir():
         return []
     pairs = ((path, pattern.fullmatch(path.name)) for path in sorted(checkpoints.iterdir()))
@@ -165,7 +181,7 @@ def matching(checkpoints: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re
 
 
 def has_commit(path: Path) -> bool:
-    """Whether the folder has a COMMITTED file; also true if it cannot be looked up. `verify` checks whether it is right."""
+    """Return whether the folder has a COMMITTED file, or this cannot be found out. `verify` checks its contents."""
     try:
         os.lstat(path / COMMITTED)
     except OSError as error:
@@ -174,21 +190,24 @@ def has_commit(path: Path) -> bool:
 
 
 def commit_line(manifest: bytes) -> bytes:
-    """The contents of COMMITTED for these bytes of `manifest.json`: their xxh3_128 digest in hexadecimal."""
+    """Return the contents of COMMITTED for the bytes of `manifest.json`: their xxh3_128 digest in hexadecimal."""
     return xxhash.xxh3_128(manifest).hexdigest().encode() + b"\n"
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """The manifest of the checkpoint in folder `path`.
+    """Return the manifest of the checkpoint in folder `path`.
 
-    Raises DamagedCheckpoint when COMMITTED or manifest.json is missing or unreadable or they do not match, and BadInput
-    when `path` is not a folder.
+    Raises DamagedCheckpoint if COMMITTED or manifest.json is missing or unreadable, or if they do not match; NewerFormat
+    if a later release wrote it; BadInput if `path` is not a folder.
     """
     return parse_manifest(path, read_committed(path))
 
 
 def read_committed(path: Path) -> bytes:
-    """The bytes of `manifest.json`, compared with the digest in COMMITTED; raises as `read_manifest` does."""
+    """Return the bytes of `manifest.json` after comparing them with the digest in COMMITTED.
+
+    Raises DamagedCheckpoint and BadInput like `read_manifest`.
+    """
     if not path.is_dir():
         raise BadInput(f"{path} is not a folder; expected a checkpoint such as RUN/checkpoints/{step_name(100)}")
     commit = _read(path, COMMITTED, 64, "commit")
@@ -211,7 +230,7 @@ def parse_manifest(path: Path, data: bytes) -> CheckpointManifest:
         manifest = _parse(table, path / MANIFEST)
     except Damaged as error:
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", str(error))]) from error
-    # The folder may still have the name that `SaveAttempt.commit` gives a checkpoint before it is replaced.
+    # The folder may have the name that `SaveAttempt.commit` gives to a checkpoint that is about to be replaced.
     step_in_name = step_of(path.name.removeprefix(".replaced-").partition(".")[0])
     if step_in_name not in (None, manifest.step):
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", f"is that of step {manifest.step}")])
@@ -219,7 +238,7 @@ def parse_manifest(path: Path, data: bytes) -> CheckpointManifest:
 
 
 def check_format(table: Any, path: Path, file: str) -> None:
-    """Raise NewerFormat if `table`, the contents of a JSON file of the checkpoint at `path`, has a later format than FORMAT."""
+    """Raise NewerFormat if `table`, the parsed JSON file `file` of the checkpoint `path`, has a later format than FORMAT."""
     version = table.get("format") if isinstance(table, dict) else None
     if not _is_whole_number(version) or version <= FORMAT:
         return
@@ -231,10 +250,10 @@ def check_format(table: Any, path: Path, file: str) -> None:
 
 
 def read_own_manifest(path: Path, run_id: str | None) -> CheckpointManifest:
-    """`read_manifest` of a checkpoint of the run `run_id`.
+    """Return the manifest of a checkpoint of the run `run_id`; raises errors like `read_manifest`.
 
-    Raises DamagedCheckpoint, with damage `foreign`, for a checkpoint of another run. A manifest without a run id passes, and so
-    does every manifest when `run_id` is None.
+    Raises DamagedCheckpoint with damage `foreign` for a checkpoint of another run. A manifest without a run id passes, and
+    every manifest passes if `run_id` is None.
     """
     manifest = read_manifest(path)
     check_run(path, manifest, run_id)
@@ -249,7 +268,7 @@ def check_run(path: Path, manifest: CheckpointManifest, run_id: str | None) -> N
 
 
 def _read(path: Path, name: str, limit: int, damage_type: DamageType) -> bytes:
-    """The file `name` of at most `limit` bytes; raises DamagedCheckpoint of `damage_type` if it is unreadable."""
+    """Return the file `name`, of at most `limit` bytes. Raises DamagedCheckpoint with `damage_type` if it is unreadable."""
     try:
         return read_small(path / name, limit)
     except FileNotFoundError as error:
@@ -263,7 +282,10 @@ def _read(path: Path, name: str, limit: int, damage_type: DamageType) -> bytes:
 
 
 def _parse(data: Any, path: Path) -> CheckpointManifest:
-    """The manifest in the JSON value `data`. Checks every field, because a digest does not prove who wrote the file."""
+    """Return the manifest in the JSON value `data`.
+
+    Every field is checked, because a digest does not prove who wrote the file.
+    """
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("block_bytes") != BLOCK_BYTES:
         version = data.get("format") if isinstance(data, dict) else data
         raise Damaged(f"{path}: this version cannot read format {version!r:.40} (expected {FORMAT})")
@@ -287,6 +309,7 @@ def _parse(data: Any, path: Path) -> CheckpointManifest:
 
 
 def _parse_record(name: str, entry: Any, path: Path) -> FileRecord:
+    """Return the record of file `name` in the JSON value `entry`. Raises Damaged if it is invalid."""
     if plain_name(name) is None or name in (MANIFEST, COMMITTED):
         raise Damaged(f"{path}: {name!r:.80} is not a plain file name")
     size, blocks = (entry.get(key) if isinstance(entry, dict) else None for key in ("bytes", "blocks"))

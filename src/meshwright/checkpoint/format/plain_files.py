@@ -1,4 +1,7 @@
-"""Encodes the parts of a checkpoint that are not tensors: `state.json` (step, samples, tokens) and text files. Torch-free."""
+"""Encodes the parts of a checkpoint that are not tensors: `state.json` (step, samples, tokens) and text files.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,21 @@ _RESERVED = {MANIFEST, COMMITTED, CONTENTS, STATE}
 
 
 def encode_plain(state: dict[str, Any], texts: dict[str, str]) -> dict[str, bytes]:
-    """The bytes of the files for `state` and `texts`, by file name; raises BadInput for values that JSON would change."""
+    """Return the bytes of the files for `state` and `texts`, by file name. Raises BadInput for values that JSON changes."""
     return {STATE: encode_state(state), **encode_texts(texts)}
 
 
 def encode_state(state: dict[str, Any]) -> bytes:
-    """The bytes of `state.json`.
+    """Return the bytes of `state.json`.
 
-    Raises BadInput naming the first value that JSON would not give back as it was.
+    Raises BadInput, naming the first value that would not be the same after a reload from JSON.
     """
     _check(state, "state")
     return (json.dumps(state, indent=1, sort_keys=True) + "\n").encode()
 
 
 def decode_state(data: bytes, path: Path) -> dict[str, Any]:
-    """The inverse of `encode_state`; raises Damaged when `data` is not a JSON object. `path` is for the message."""
+    """Return the state in `data`, the inverse of `encode_state`. Raises Damaged, naming `path`, if it is no JSON object."""
     state = parse_json(data, path, own=True)
     if not isinstance(state, dict):
         raise Damaged(f"{path} is not a mapping")
@@ -38,7 +41,10 @@ def decode_state(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def encode_texts(texts: dict[str, str]) -> dict[str, bytes]:
-    """The bytes of text files by name; raises BadInput for a path, a name of a tensor file and a reserved name."""
+    """Return the bytes of text files by name.
+
+    Raises BadInput for a name that is a path, the name of a tensor file, or reserved.
+    """
     for name in texts:
         if plain_name(name) is None or name in _RESERVED or name.endswith(".safetensors"):
             raise BadInput(
@@ -48,6 +54,7 @@ def encode_texts(texts: dict[str, str]) -> dict[str, bytes]:
 
 
 def _check(value: Any, where: str) -> None:
+    """Raise BadInput for the first value that would not be the same after a reload from JSON. `where` is the value's path."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

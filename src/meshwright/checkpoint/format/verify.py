@@ -1,8 +1,10 @@
-"""Finds and verifies checkpoints: file names and sizes, then the contents block by block in parallel. Torch-free.
+"""Finds and verifies checkpoints: file names and sizes, then the contents block by block in parallel.
 
-A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`); the manifest has a digest of each. The command
-`checkpoint verify`, the launcher and loading ranks use these functions. A checkpoint is good if it is committed and
-every byte checked matches its digest.
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`), and the manifest has a digest of each block. The
+command `checkpoint verify`, the launcher and loading ranks use these functions. A checkpoint is good if it is committed
+and every checked byte matches its digest.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -38,20 +40,20 @@ from meshwright.spec.errors import BadInput, Damaged, nearest
 from meshwright.spec.host_limits import usable_cores
 
 MAX_THREADS = 8
-"""Threads that read in one process. More were not faster on the disks measured; each takes memory for one block."""
+"""Most threads that read in one process. More were not faster on the disks measured. Each takes memory for one block."""
 
 
 def verify(path: Path, run_id: str | None = None) -> list[Damage]:
-    """The damage of the checkpoint in folder `path`; an empty list means that every byte matches its digest.
+    """Return the damage of the checkpoint in folder `path`. An empty list means that every byte matches its digest.
 
-    If `run_id` is given, a checkpoint of another run counts as damaged (`foreign`). Raises BadInput when `path` is not
-    a folder.
+    If `run_id` is given, a checkpoint of another run counts as damaged (`foreign`). Raises BadInput if `path` is not a
+    folder.
     """
     return damage_of(path, run_id, contents=True)
 
 
 def damage_of(path: Path, run_id: str | None, *, contents: bool) -> list[Damage]:
-    """The damage of `verify`; without `contents` only names, sizes and the manifest are compared."""
+    """Return the damage as `verify` does. Without `contents` only names, sizes and the manifest are checked."""
     try:
         manifest = read_own_manifest(path, run_id)
     except (DamagedCheckpoint, NewerFormat) as error:
@@ -61,20 +63,21 @@ def damage_of(path: Path, run_id: str | None, *, contents: bool) -> list[Damage]
 
 
 def list_checkpoints(folder: Path, *, contents: bool = True) -> list[dict[str, Any]]:
-    """Records of the checkpoints in `folder`, oldest first.
+    """Return records of the checkpoints in `folder`, oldest first.
 
-    `folder` is a run folder, its `checkpoints` folder or a single checkpoint. A record is
+    `folder` is a run folder, its `checkpoints` folder, or a single checkpoint. A record is
     `{path, step, committed, ok, damaged: [{file, offset, kind}]}`. `contents=False` checks only names, sizes and the
-    manifest, which is quick. `ok` is false for a folder that was never committed: nothing loads it.
+    manifest, which is quick. `ok` is false for a folder that was never committed, because nothing loads it.
     """
     run_id = run_id_of(folder)
     return [_checkpoint_record(path, contents, run_id) for path in find_checkpoints(folder)]
 
 
 def run_id_of(folder: Path) -> str | None:
-    """The run id in the lease of a run folder, given that folder, its `checkpoints` folder or a checkpoint in it; None without one.
+    """Return the run id in the lease of a run folder; None without a lease.
 
-    The lease is the file that names the start (one launch of the run) that owns the folder.
+    `folder` is the run folder, its `checkpoints` folder, or a checkpoint in it. The lease is a file that names the run
+    and the start (one launch of the run) that currently owns the folder.
     """
     folder = folder.parent if step_of(folder.name) is not None else folder
     run = folder.parent if folder.name == "checkpoints" else folder
@@ -83,9 +86,9 @@ def run_id_of(folder: Path) -> str | None:
 
 
 def newest_commit(checkpoints: Path) -> tuple[str, int] | None:
-    """(run id, epoch) from the newest manifest that has both; None without one.
+    """Return (run id, epoch) from the newest manifest that has both, or None.
 
-    The epoch is the number of the run's start that wrote the checkpoint.
+    The epoch is the number of the start (launch) of the run that wrote the checkpoint.
     """
     for path in reversed(steps_in(checkpoints)):
         with suppress(DamagedCheckpoint, NewerFormat):
@@ -96,9 +99,9 @@ def newest_commit(checkpoints: Path) -> tuple[str, int] | None:
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint folders in `folder`, which is as in `list_checkpoints`, oldest first.
+    """Return the checkpoint folders in `folder`, oldest first. `folder` is one that `list_checkpoints` takes.
 
-    Raises BadInput when it is not a folder.
+    Raises BadInput if it is not a folder.
     """
     if not folder.is_dir():
         siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
@@ -110,7 +113,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def check_sizes(path: Path, manifest: CheckpointManifest) -> list[Damage]:
-    """The files that are missing, too short, too long, or not in the manifest."""
+    """Return the damage of files that are missing, too short, too long, or not in the manifest."""
     damage: list[Damage] = []
     try:
         with os.scandir(path) as entries:
@@ -136,21 +139,21 @@ def check_sizes(path: Path, manifest: CheckpointManifest) -> list[Damage]:
 
 @dataclass(frozen=True)
 class FileBlock:
-    """Block `index` of a file, the unit in which ranks and threads divide the verification."""
+    """Block number `index` of a file. Ranks and threads divide the verification of a checkpoint into blocks."""
 
     file: str
     index: int
 
 
 def blocks_to_check(manifest: CheckpointManifest, known_damage: Sequence[Damage] = ()) -> list[FileBlock]:
-    """All blocks of the files without `known_damage`, in the order of the manifest."""
+    """Return all blocks of the files without `known_damage`, in the order of the manifest."""
     skipped = {damage.file for damage in known_damage}
     files = ((name, record) for name, record in manifest.files.items() if name not in skipped)
     return [FileBlock(name, index) for name, record in files for index in range(len(record.blocks))]
 
 
 def check_blocks(path: Path, manifest: CheckpointManifest, blocks: Sequence[FileBlock]) -> list[Damage]:
-    """Read `blocks` with several threads; return the first damaged block of each file."""
+    """Read `blocks` with several threads. Return the first damaged block of each file."""
 
     def check(block: FileBlock) -> Damage | None:
         return _check_block(path, manifest, block)
@@ -164,7 +167,7 @@ def check_blocks(path: Path, manifest: CheckpointManifest, blocks: Sequence[File
 
 
 def read_verified(path: Path, manifest: CheckpointManifest, file: str, limit: int) -> bytes:
-    """Read all of a small file of the checkpoint at `path` and compare it with its digests.
+    """Read a small file of the checkpoint at `path`, and compare it with its digests.
 
     Raises DamagedCheckpoint if it differs from what was written, and Damaged if it has more than `limit` bytes.
     """
@@ -189,6 +192,7 @@ def read_verified(path: Path, manifest: CheckpointManifest, file: str, limit: in
 
 
 def _check_block(path: Path, manifest: CheckpointManifest, block: FileBlock) -> Damage | None:
+    """Return the damage of one block, or None if it matches its digest."""
     record = manifest.files[block.file]
     offset = block.index * BLOCK_BYTES
     data = bytearray(min(BLOCK_BYTES, record.bytes - offset))
@@ -209,6 +213,7 @@ def _check_block(path: Path, manifest: CheckpointManifest, block: FileBlock) -> 
 
 
 def _checkpoint_record(path: Path, contents: bool, run_id: str | None) -> dict[str, Any]:
+    """Return the record of one checkpoint; see `list_checkpoints`."""
     damage = damage_of(path, run_id, contents=contents)
     damaged = [{"file": entry.file, "offset": entry.offset, "kind": entry.kind} for entry in damage]
     step = step_of(path.name)

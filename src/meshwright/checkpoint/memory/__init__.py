@@ -1,1 +1,4 @@
-"""Snapshots in host memory, those of other hosts too. Loads no torch, but for `tier`."""
+"""Snapshots of checkpoints in host memory: of the own host's ranks, and copies for another host.
+
+Only the module `tier` loads torch.
+"""

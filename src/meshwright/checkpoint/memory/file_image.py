@@ -1,4 +1,7 @@
-"""A view of a snapshot buffer's data, with its header, as a safetensors file, read by blocks. No file is written. Torch-free."""
+"""Presents the data of a snapshot buffer as a safetensors file that can be read by blocks. No file is written.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from meshwright.checkpoint.format.header import TensorHeader, encode_header
 
 
 class FileImage:
-    """The file of the tensors `headers` (key, dtype, shape), whose bytes lie one after another in `data`."""
+    """The safetensors file of some tensors whose bytes lie one after another in `data`.
+
+    `headers` has (key, dtype, shape) of each tensor, in the order of the data.
+    """
 
     def __init__(self, headers: Sequence[Any], data: memoryview) -> None:
         tensors = [TensorHeader(key, dtype, tuple(shape)) for key, dtype, shape in headers]
@@ -23,11 +29,11 @@ class FileImage:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, each of `BLOCK_BYTES` bytes but the last."""
+        """Number of blocks. Each has `BLOCK_BYTES` bytes, the last one may have fewer."""
         return -(-self.bytes // BLOCK_BYTES)
 
     def block(self, index: int) -> memoryview:
-        """Block `index`: a view of the data, or a copy where it has bytes of the header."""
+        """Return block `index`: a view of the data, or a copy if it contains bytes of the header."""
         start = index * BLOCK_BYTES
         end = min(start + BLOCK_BYTES, self.bytes)
         if start >= len(self.header):
@@ -37,7 +43,7 @@ class FileImage:
         return copy
 
     def data_of_block(self, index: int) -> tuple[int, memoryview]:
-        """The part of block `index` that is data, not header: its offset in `data`, and a view of it."""
+        """Return the data (not the header) in block `index`: its offset in `data`, and a view of it."""
         start = max(0, index * BLOCK_BYTES - len(self.header))
         return start, self.data[start : max(0, (index + 1) * BLOCK_BYTES - len(self.header))]
 
@@ -45,5 +51,6 @@ class FileImage:
         """Fill `target` with the file's bytes from `start` on."""
         header = self.header[start : start + len(target)]
         target[: len(header)] = header
+        # Offset in the data of the first byte after the header's part.
         first = start + len(header) - len(self.header)
         target[len(header) :] = self.data[first : first + len(target) - len(header)]

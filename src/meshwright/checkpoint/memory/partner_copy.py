@@ -1,4 +1,7 @@
-"""A writer's copies of its rank's snapshots for a partner host, made beside its writes to storage. Torch-free."""
+"""Copies a rank's snapshots into the memory of a partner host, while the writer process writes them to storage.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,30 @@ from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.job_token import job_token
 
 STALLED_SECONDS = 30.0
-"""A partner that takes nothing for so long is given up for this copy."""
+"""Seconds after which a copy is given up if the partner receives nothing."""
 
 log = logging.getLogger("meshwright")
 
 
 @dataclass(frozen=True)
 class Partner:
-    """The snapshot server that gets copies of a rank's snapshots, and the most bytes a second that are sent to it."""
+    """The snapshot server that receives copies of a rank's snapshots.
+
+    `address` is HOST:PORT. At most `bytes_per_second` are sent to it.
+    """
 
     address: str
     bytes_per_second: float
 
 
 class PartnerCopier:
-    """Copies snapshots of a snapshot buffer to a partner, one at a time, in a thread. A partner that is slow or lost delays nothing."""
+    """Copies snapshots of a snapshot buffer to a partner, one at a time, in a thread.
+
+    A partner that is slow or lost delays neither training nor the write to storage.
+    """
 
     def __init__(self, buffer: SnapshotBuffer, partner: Partner, copied: Callable[[int, float], object]) -> None:
-        """`copied` is called with the step and the seconds of each copy that is complete."""
+        """`copied(step, seconds)` is called after each complete copy; `seconds` is how long it took."""
         self._buffer = buffer
         self._partner = partner
         self._copied = copied
@@ -50,9 +59,9 @@ class PartnerCopier:
         describe: Callable[[FileRecord | None], bytes],
         inspect: Callable[[int, memoryview], object],
     ) -> None:
-        """Begin to copy the snapshot that the buffer has at `generation`. A copy of an earlier one is given up.
+        """Begin to copy the snapshot that the buffer has at `generation`. A running copy of an earlier snapshot ends.
 
-        `describe` and `inspect` as for `SnapshotClient.store`.
+        `describe` and `inspect` are those of `SnapshotClient.store`.
         """
 
         def send(client: SnapshotClient) -> None:
@@ -65,12 +74,12 @@ class PartnerCopier:
                 inspect=inspect,
             )
 
-        # Not a daemon: the copy outlives a dead rank.
+        # Not a daemon thread, because the copy must continue when the rank has died.
         self._thread = threading.Thread(target=self._copy, args=(name.step, send, self._thread), name="partner")
         self._thread.start()
 
     def _copy(self, step: int, send: Callable[[SnapshotClient], None], before: threading.Thread | None) -> None:
-        """Send a snapshot once the copy `before` has ended."""
+        """Send the snapshot of `step` with `send` after the thread `before` has ended."""
         if before is not None:
             before.join()
         began = time.monotonic()

@@ -1,4 +1,7 @@
-"""Record of a snapshot in a snapshot buffer, with which another process than its writer can load it. Torch-free."""
+"""The record of a snapshot in a snapshot buffer. With it another process can load the snapshot.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,16 @@ from meshwright.checkpoint.format.files import FileRecord
 from meshwright.checkpoint.format.header import TensorHeader
 
 VERSION = 3
+"""Version of the record. A record of another version is ignored."""
 
 
 @dataclass(frozen=True)
 class SnapshotName:
-    """Identity of a snapshot: of `step` on `rank` of `ranks`, part of the save `attempt` of the run `run_id`."""
+    """The identity of one rank's snapshot.
+
+    `run_id` is the run's id, `attempt` the name of the save (EPOCH-NUMBER, the number in hexadecimal), `step` the training
+    step, and `rank` of `ranks` the rank at the save.
+    """
 
     run_id: str | None
     attempt: str
@@ -25,9 +33,9 @@ class SnapshotName:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Later saves of a run have a greater order: the epoch of the lease, then the number of the save.
+        """(epoch of the lease, number of the save). Later saves of a run have a greater order.
 
-        Raises ValueError if `attempt` is no name of a save.
+        Raises ValueError if `attempt` is not the name of a save.
         """
         epoch, _, number = self.attempt.partition("-")
         return int(epoch), int(number, 16)
@@ -35,11 +43,13 @@ class SnapshotName:
 
 @dataclass(frozen=True)
 class SnapshotRecord:
-    """The snapshot of `step` on `rank` of `ranks`, part of the save `attempt` of the run `run_id`.
+    """What another process needs to load one rank's snapshot. `run_id` to `ranks` are those of `SnapshotName`.
 
-    `headers` are (key, dtype, shape) of the tensors in the snapshot buffer. `file` has the size and the digests of the safetensors file
-    that the buffer makes with them, None if the rank writes no file. `contents` and `state` are those of the checkpoint, on the first rank.
-    `replica` describes the snapshot of another rank, whose data follow in the same buffer.
+    `headers`: (key, dtype, shape) of the tensors in the snapshot buffer, in the order of the data.
+    `file`: size and digests of the safetensors file that the buffer makes with these headers; None if the rank writes no
+        file.
+    `contents`, `state`: the checkpoint's contents and state, on the first rank only.
+    `replica`: the record of another rank's snapshot, whose data follow in the same buffer; or None.
     """
 
     run_id: str | None
@@ -55,7 +65,7 @@ class SnapshotRecord:
 
     @property
     def parts(self) -> tuple[SnapshotPart, ...]:
-        """The snapshots in the snapshot buffer: the rank's own, and that of its replica."""
+        """The snapshots in the snapshot buffer: the rank's own, then the one of `replica`, if there is one."""
         own = SnapshotPart(self, 0)
         return (own,) if self.replica is None else (own, SnapshotPart(self.replica, _data_bytes(self.headers)))
 
@@ -68,7 +78,7 @@ class SnapshotRecord:
 
     @classmethod
     def decode(cls, data: bytes) -> SnapshotRecord | None:
-        """The record in `data`; None if another version wrote it."""
+        """Return the record in `data`, or None if another version of the format wrote it."""
         fields = json.loads(data)
         return cls._of_fields(fields) if fields.pop("version") == VERSION else None
 
@@ -82,11 +92,12 @@ class SnapshotRecord:
 
 @dataclass(frozen=True)
 class SnapshotPart:
-    """A snapshot in a snapshot buffer: its record, and the byte of the buffer's data where its own begin."""
+    """A snapshot in a snapshot buffer: its record, and the offset in the buffer's data at which its own data begin."""
 
     record: SnapshotRecord
     start: int
 
 
 def _data_bytes(headers: Sequence[Any]) -> int:
+    """Return the total size of the tensors that `headers` describe."""
     return sum(TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in headers)

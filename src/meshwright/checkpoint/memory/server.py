@@ -1,7 +1,9 @@
-"""The process of a host's snapshot server, which the host's agent starts and outlives. Torch-free.
+"""The process of a host's snapshot server. The host's agent starts it and outlives it.
 
-`python -m meshwright.checkpoint.memory.server DESCRIPTOR JSON`: DESCRIPTOR is the listening socket; JSON has the
-paths of the agent's memory, `buffers` and `slots`.
+Call: `python -m meshwright.checkpoint.memory.server DESCRIPTOR JSON`. DESCRIPTOR is the listening socket. JSON has the
+paths of the agent's memory: `buffers` and `slots`, as in `SnapshotMemory`.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from meshwright.connections.limits import raise_file_limit
 from meshwright.spec.job_token import job_token
 
 NICENESS = 5
-"""Added to the server's, so that training's threads come first where cores are few."""
+"""Added to the niceness of the server, so that training's threads run first on a host with few cores."""
 POLL_SECONDS = 0.5
-"""Time between two looks at whether the agent lives."""
+"""Seconds between two checks whether the agent still lives."""
 
 
 def main() -> None:

@@ -1,8 +1,11 @@
-"""The snapshots in the memory of one host: those of its own ranks, and copies of another host's snapshots. Torch-free.
+"""The snapshots in the memory of one host: those of its own ranks, and copies of another host's snapshots.
 
-Each rank of the host has one snapshot buffer, which may also have the snapshot of a replica on another host. Each rank
-of the other host has two slots, which are snapshot buffers too: while one receives a copy, the other one has the copy
-before. All of this memory belongs to the host's agent and outlives the processes that map it.
+Each rank of this host has one snapshot buffer. It may also contain the snapshot of a replica on another host.
+Each rank of the other host has two slots on this host. A slot is a snapshot buffer too. While one slot receives a copy,
+the other one keeps the previous copy. All of this memory belongs to the host's agent and outlives the processes that map
+it.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,22 +28,22 @@ from meshwright.checkpoint.memory.snapshot_buffer import (
 from meshwright.spec.errors import OutOfResources
 
 SLOTS = 2
-"""Slots of one rank."""
+"""Number of slots for each rank of the other host."""
 FREE_SHARE = 0.1
-"""Part of the available host memory that copies leave free."""
+"""Copies leave at least this part of the available host memory free."""
 BUSY_SECONDS = 2.0
-"""How long a copy waits for the end of the one before it: that its sender is gone is noticed a moment later."""
+"""Seconds that a copy waits until a running copy of the same rank ends. It takes a moment to notice a lost sender."""
 
 
 class CopyRefused(OutOfResources):
-    """A copy that this host does not take."""
+    """The error for a copy that this host does not accept."""
 
 
 @dataclass(frozen=True)
 class OpenSnapshot:
-    """A complete snapshot: its record, and the file that it makes of the buffer's data from `start` on.
+    """A complete snapshot: its record, and its data in `buffer` from byte `start` on.
 
-    Close it after use.
+    `image` is the safetensors file that it makes. Close it after use.
     """
 
     buffer: SnapshotBuffer
@@ -56,7 +59,11 @@ class OpenSnapshot:
 
 
 class SnapshotMemory:
-    """The snapshots behind the memfds at the paths `buffers` and `slots`; each rank has `SLOTS` slots, in order. Thread-safe."""
+    """The snapshots of one host, in the memfds at the paths `buffers` and `slots`. Thread-safe.
+
+    `buffers` has one path per rank of this host, `slots` has `SLOTS` paths per rank of the other host, one rank after
+    another.
+    """
 
     def __init__(self, buffers: Sequence[str], slots: Sequence[str]) -> None:
         self._buffers = tuple(buffers)
@@ -64,31 +71,31 @@ class SnapshotMemory:
         self._receiving = [threading.Lock() for _ in range(len(slots) // SLOTS)]
 
     def names(self) -> tuple[list[SnapshotName], list[SnapshotName]]:
-        """The complete snapshots of this host's ranks, and the complete copies of another host's."""
+        """Return the names of the complete snapshots: of this host's ranks, and copies of another host's ranks."""
         buffers, slots = ([_names_at(path) for path in paths] for paths in (self._buffers, self._slots))
         own = [names[0] for names in buffers if names]
         return own, [name for names in buffers for name in names[1:]] + [name for names in slots for name in names]
 
     def path(self, name: SnapshotName) -> str | None:
-        """The path of the memory with the complete snapshot `name`; None if it is not here, or no longer."""
+        """Return the path of the memory with the complete snapshot `name`, or None if this host does not have it now."""
         return next((path for path in (*self._buffers, *self._slots) if name in _names_at(path)), None)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of host memory that the slots take."""
+        """Bytes of host memory that the slots use."""
         return sum(allocated_bytes({BUFFER_VARIABLE: path}) for path in self._slots)
 
     def open(self, name: SnapshotName) -> OpenSnapshot | None:
-        """The snapshot `name`; None if it is not here, or no longer."""
+        """Return the complete snapshot `name`, or None if this host does not have it now."""
         path = self.path(name)
         return None if path is None else open_snapshot(path, name)
 
     @contextmanager
     def receive(self, name: SnapshotName, data_bytes: int) -> Iterator[IncomingCopy]:
-        """A slot for the copy `name` of `data_bytes`, which counts once `IncomingCopy.complete` is called.
+        """Yield a slot for the copy `name` of `data_bytes` bytes. It counts as complete after `IncomingCopy.complete`.
 
-        Waits BUSY_SECONDS for the end of another copy of the rank. Raises CopyRefused if that is still being received, a newer one is
-        here, or the host has too little memory.
+        If another copy of the rank is being received, waits up to BUSY_SECONDS for its end. Raises CopyRefused if it is
+        still being received then, if a copy that is as new is here, or if the host has too little memory.
         """
         position = name.rank % len(self._receiving)
         if not self._receiving[position].acquire(timeout=BUSY_SECONDS):
@@ -106,7 +113,7 @@ class SnapshotMemory:
             self._receiving[position].release()
 
     def _slot_to_overwrite(self, position: int, name: SnapshotName) -> str:
-        """The rank's slot with no complete copy, else that with the older one."""
+        """Return a slot of the rank without a complete copy, else the slot with the older copy."""
         orders: dict[str, tuple[int, int]] = {}
         for path in self._slots[SLOTS * position : SLOTS * (position + 1)]:
             snapshot = open_snapshot(path)
@@ -119,20 +126,23 @@ class SnapshotMemory:
 
 
 class IncomingCopy:
-    """A slot that receives a copy."""
+    """A slot that is receiving a copy. The sender's bytes are written to `data`."""
 
     def __init__(self, buffer: SnapshotBuffer, data_bytes: int) -> None:
         self._buffer = buffer
         self.data = buffer.data[:data_bytes]
 
     def complete(self, record: bytes) -> None:
-        """Count the data as the complete snapshot that `record` describes."""
+        """Declare the data complete. `record` is the encoded record that describes them."""
         self._buffer.complete_snapshot()
         self._buffer.write_record(record, self._buffer.generation)
 
 
 def open_snapshot(path: str, name: SnapshotName | None = None) -> OpenSnapshot | None:
-    """The complete snapshot `name` in the snapshot buffer at `path`, or the first one there; None if there is none."""
+    """Return the complete snapshot `name` in the snapshot buffer at `path`, or None.
+
+    Without a `name`, return the first snapshot there.
+    """
     buffer = SnapshotBuffer.of_last_process({BUFFER_VARIABLE: path})
     data = None if buffer is None else buffer.read_record()
     record = None if data is None else SnapshotRecord.decode(data)
@@ -145,7 +155,7 @@ def open_snapshot(path: str, name: SnapshotName | None = None) -> OpenSnapshot |
 
 
 def _names_at(path: str) -> list[SnapshotName]:
-    """The names of the complete snapshots in the snapshot buffer at `path`, that of its own rank first."""
+    """Return the names of the complete snapshots in the snapshot buffer at `path`. The own rank's is first."""
     snapshot = open_snapshot(path)
     if snapshot is None:
         return []
@@ -154,12 +164,12 @@ def _names_at(path: str) -> list[SnapshotName]:
 
 
 def plain_name(name: SnapshotName) -> dict[str, Any]:
-    """`name` as values of JSON."""
+    """Return `name` as values that JSON can store."""
     return dict(name.__dict__)
 
 
 def parse_name(value: object) -> SnapshotName:
-    """The name in a value of JSON. Raises ValueError or TypeError for another value."""
+    """Return the name in a JSON value. Raises ValueError or TypeError if it is no valid name."""
     if not isinstance(value, dict):
         raise TypeError("expected the name of a snapshot")
     name = SnapshotName(**value)

@@ -1,4 +1,7 @@
-"""Source of a rank's snapshot when its run resumes: its own snapshot buffer, or the snapshot server of a host. Torch-free."""
+"""Sources of a rank's snapshot when its run resumes: its own snapshot buffer, or a host's snapshot server.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +22,41 @@ from meshwright.checkpoint.memory.transport import SnapshotClient, TransportFail
 from meshwright.spec.errors import Damaged
 
 MEMORY = Path("host memory")
-"""The name of snapshot buffers in messages."""
+"""What error messages call a snapshot buffer in place of a file's path."""
 
 
 @dataclass(frozen=True)
 class RankOffer:
-    """The complete snapshots that a rank sees: its own snapshot buffer's, and on one rank of each host those of its server."""
+    """The complete snapshots that a rank can read.
+
+    Every rank offers its own snapshot buffer. One rank of each host also offers what the host's snapshot server has.
+    """
 
     own: SnapshotName | None
+    """The rank's own snapshot in its snapshot buffer, if there is one."""
     address: str | None = None
-    """HOST:PORT of its host's server, if there is one."""
+    """HOST:PORT of the host's snapshot server, if there is one."""
     listed: tuple[SnapshotName, ...] = ()
-    """Snapshots in the snapshot buffers of its host."""
+    """Snapshots in the snapshot buffers of the host's ranks."""
     copies: tuple[SnapshotName, ...] = ()
-    """Copies of another host's snapshots in the memory of its host."""
+    """Copies of another host's snapshots in the host's memory."""
     replica: SnapshotName | None = None
-    """The snapshot of a replica on another host, in its own snapshot buffer."""
+    """The snapshot of a replica on another host, in the rank's own snapshot buffer."""
 
     @property
     def names(self) -> Iterator[SnapshotName]:
-        """All of them; some more than once."""
+        """All names that are offered. Some may appear more than once."""
         return (name for name in (self.own, self.replica, *self.listed, *self.copies) if name is not None)
 
 
 @dataclass(frozen=True)
 class SnapshotLocation:
-    """A snapshot in the snapshot buffer of the rank `reader` or, with an `address`, in the memory of its host, whose server is there."""
+    """Where a snapshot is read from.
+
+    `reader` is the rank that reads it. Without `address` the snapshot is in that rank's snapshot buffer. With an `address`
+    it is in the memory of that rank's host, and `address` is the host's snapshot server. `is_copy` tells a copy, or
+    a replica's snapshot, from the memory of the snapshot's own host.
+    """
 
     name: SnapshotName
     reader: int
@@ -53,15 +65,19 @@ class SnapshotLocation:
 
 
 def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[SnapshotLocation] | None:
-    """Return the snapshots of the newest completely offered save, in the order of its ranks; None without one.
+    """Return where to read the newest save of which all ranks' snapshots are offered; None if there is none.
 
-    Snapshots are found by what they are, so ranks and hosts may have other numbers than at the save, and be fewer or more. Each is
-    read by a rank of a host that has it: from a snapshot buffer rather than from a copy, by its own rank where possible.
+    `offers` has the offer of each rank. The result has one location for each rank of the save, in their order.
+
+    Snapshots are identified by their names. So the number of ranks and hosts, and their numbering, may have changed since
+    the save. Each snapshot is read by a rank of a host that has it: rather from a snapshot buffer than from a copy, and by
+    the rank of the same number if possible.
     """
     ranks_of_host: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
         if offer.address is not None:
             ranks_of_host.setdefault(offer.address, []).append(rank)
+    # (order, step, ranks) of each save → rank at the save → where its snapshot can be read.
     saves: dict[tuple[tuple[int, int], int, int], dict[int, list[SnapshotLocation]]] = {}
     for rank, offer in enumerate(offers):
         locations = [] if offer.own is None else [SnapshotLocation(offer.own, rank)]
@@ -75,15 +91,18 @@ def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[Sna
         for location in locations:
             name = location.name
             if name.run_id == run_id:
-                # `order` is (epoch of the lease, number of the save): the newest save has the greatest.
+                # `order` is (epoch of the lease, number of the save); the newest save has the greatest order.
                 by_rank = saves.setdefault((name.order, name.step, name.ranks), {})
                 by_rank.setdefault(name.rank, []).append(location)
     complete = [save for save, by_rank in saves.items() if len(by_rank) == save[2]]
     if not complete:
         return None
+    # The newest save has the greatest (order, step, ranks).
     by_rank = saves[max(complete)]
 
     def distance(location: SnapshotLocation) -> tuple[bool, bool, bool, str, int]:
+        # False sorts before True. Preferred are: a snapshot buffer to a copy, then the rank of the same number to another rank,
+        # then the rank's own buffer to the host's server.
         is_other = location.reader != location.name.rank
         return location.is_copy, is_other, location.address is not None, location.address or "", location.reader
 
@@ -91,9 +110,10 @@ def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[Sna
 
 
 class SnapshotSource(Protocol):
-    """Snapshot of a rank, read as the bytes of a checkpoint file.
+    """A rank's snapshot, read as the bytes of a checkpoint file.
 
-    `read` is thread-safe and raises Damaged if they cannot be read.
+    `read(start, target)` fills `target` with the file's bytes from `start` on. It is thread-safe, and raises Damaged if
+    they cannot be read.
     """
 
     record: SnapshotRecord
@@ -101,14 +121,17 @@ class SnapshotSource(Protocol):
     def read(self, start: int, target: memoryview) -> None: ...
 
     def discard(self) -> None:
-        """Do not offer the snapshot to later starts."""
+        """Do not offer the snapshot to later starts of the run."""
         ...
 
     def close(self) -> None: ...
 
 
 class BufferSource:
-    """A snapshot in this rank's snapshot buffer, whose data begin at `start`. Closes the buffer."""
+    """A snapshot in this rank's snapshot buffer. Its data begin at byte `start` of the buffer's data.
+
+    Closing the source closes the buffer.
+    """
 
     def __init__(self, buffer: SnapshotBuffer, record: SnapshotRecord, start: int = 0) -> None:
         self.record = record
@@ -119,7 +142,7 @@ class BufferSource:
     def read(self, start: int, target: memoryview) -> None:
         header = self._header[start : start + len(target)]
         target[: len(header)] = header
-        # Copied by the kernel, which unlike a copy in Python lets other threads copy meanwhile.
+        # The kernel copies the data. Unlike a copy in Python, it lets other threads copy at the same time.
         offset = self._start + start + len(header) - len(self._header)
         read_range(self._buffer.descriptor, target[len(header) :], offset, MEMORY)
 
@@ -131,14 +154,14 @@ class BufferSource:
 
 
 class HostSource(BufferSource):
-    """A snapshot in other memory of this host, which the host's server keeps."""
+    """A snapshot in other memory of this host, of which the host's snapshot server knows."""
 
     def discard(self) -> None:
-        """The memory is not this rank's; each start verifies it again."""
+        """Do nothing: the memory does not belong to this rank, and each start verifies it again."""
 
 
 def open_in_buffer(name: SnapshotName) -> SnapshotSource:
-    """The snapshot `name` in this rank's snapshot buffer. Raises Damaged if it is not there."""
+    """Return the snapshot `name` in this rank's snapshot buffer. Raises Damaged if it is not there."""
     path = os.environ.get(BUFFER_VARIABLE)
     snapshot = None if path is None else open_snapshot(path, name)
     if snapshot is None:
@@ -147,9 +170,9 @@ def open_in_buffer(name: SnapshotName) -> SnapshotSource:
 
 
 def open_on_host(address: str, token: str, name: SnapshotName) -> SnapshotSource:
-    """A snapshot that this host's server at `address` keeps, read from its memory.
+    """Return the snapshot `name` that this host's server at `address` has. It is read from the host's memory.
 
-    Where that cannot be mapped, the server sends it. Raises Damaged if the server does not have it.
+    If this process cannot map that memory, the server sends the snapshot. Raises Damaged if the server does not have it.
     """
     try:
         with closing(SnapshotClient(address, token)) as client:
@@ -163,10 +186,10 @@ def open_on_host(address: str, token: str, name: SnapshotName) -> SnapshotSource
 
 
 class ServerSource:
-    """A snapshot on a snapshot server; each thread that reads has a connection of its own."""
+    """A snapshot that a snapshot server sends. Each reading thread has its own connection."""
 
     def __init__(self, address: str, token: str, name: SnapshotName) -> None:
-        """Raises Damaged if the server does not have it."""
+        """Connect to the server. Raises Damaged if the server does not have the snapshot."""
         self._address = address
         self._token = token
         self._name = name
@@ -192,7 +215,7 @@ class ServerSource:
             raise Damaged(str(error)) from error
 
     def discard(self) -> None:
-        """A server keeps its copies; each start verifies them again."""
+        """Do nothing: a server keeps its copies, and each start verifies them again."""
 
     def close(self) -> None:
         with suppress(queue.Empty):

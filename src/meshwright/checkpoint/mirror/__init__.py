@@ -1,1 +1,1 @@
-"""Copies of checkpoints in an object store. Loads no torch."""
+"""Copies of checkpoints in an object store. Nothing here loads torch."""

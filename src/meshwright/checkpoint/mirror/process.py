@@ -1,7 +1,10 @@
-"""A process that copies committed checkpoints to the mirror (an object store) while training goes on. Torch-free.
+"""A process that copies committed checkpoints to the mirror (an object store) while training continues.
 
-It reads paths from stdin and writes a JSON line to stdout for each upload. It uploads the newest path and skips older
-ones: if the store is slower than the run's saves, some checkpoints are not copied, and training never waits.
+It reads the paths of checkpoints from stdin, and writes a JSON line to stdout after each upload. It uploads the newest
+path and skips older ones. So if the store is slower than the run's saves, some checkpoints are not copied, and training
+never waits.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +30,11 @@ PATIENCE = 3600.0
 
 
 class MirrorUploader:
-    """The first rank's end of the process: `offer` a committed checkpoint, `close` at the end. Neither waits for the store."""
+    """Controls the upload process from the first rank: `offer` each committed checkpoint, and `close` at the end.
+
+    `mirror` is the URL of the store, `keep` the number of checkpoints that stay in it. `say` shows the user a message.
+    `offer` never waits for the store; `close` waits for a limited time.
+    """
 
     def __init__(self, mirror: str, run_folder: Path, keep: int, say: Callable[[str], None]) -> None:
         command = [
@@ -45,14 +52,14 @@ class MirrorUploader:
         self._listener.start()
 
     def offer(self, path: Path) -> None:
-        """Have the checkpoint at `path` copied."""
+        """Ask the process to copy the checkpoint at `path`."""
         assert self._process.stdin is not None
         with suppress(OSError):  # the process has died: `_listen` says so
             self._process.stdin.write(f"{path}\n")
             self._process.stdin.flush()
 
     def close(self, limit: float) -> None:
-        """Wait up to `limit` seconds for the last upload; after that the process finishes it alone."""
+        """Wait up to `limit` seconds for the last upload. After that the process finishes it alone."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
@@ -63,6 +70,7 @@ class MirrorUploader:
             )
 
     def _listen(self) -> None:
+        """Report the answers of the process until it ends."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with suppress(ValueError):
@@ -82,7 +90,7 @@ class MirrorUploader:
 
 
 def main() -> None:
-    """Upload what stdin names until it closes."""
+    """Upload the checkpoints whose paths stdin has, until stdin closes."""
     url = sys.argv[1]
     keep = int(sys.argv[2])
     store: MirrorStore | None = None
@@ -104,7 +112,7 @@ def main() -> None:
 
 
 def _newest_lines() -> Iterator[Path]:
-    """Yield the paths from stdin; if several have arrived, only the newest."""
+    """Yield paths from stdin. If several have arrived since the last one, yield only the newest."""
     newest: list[Path] = []
     arrived = threading.Condition()
     ended = threading.Event()

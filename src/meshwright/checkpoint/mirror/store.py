@@ -1,6 +1,9 @@
-"""Stores and reads whole objects below a URL, with any store that fsspec supports; retries with back-off. Torch-free.
+"""Stores and reads whole objects below a URL, in any store that fsspec supports. Failed requests are repeated.
 
-Callers know the names of objects: the listings of some stores lag behind, so `names` only shows that something is there.
+Callers must know the names of the objects. The listings of some stores lag behind, so `names` proves only that there is
+something.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,23 +22,24 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PART_BYTES = 64 << 20
-"""Bytes of a part of a multipart upload."""
+"""Bytes of each part of a multipart upload."""
 ANSWER_SECONDS = 30.0
-"""Seconds after which a request without an answer has failed; it is repeated."""
+"""Seconds after which a request without an answer has failed. It is then repeated."""
 LONGEST_PAUSE = 30.0
+"""Longest pause before a request is repeated, in seconds."""
 _PERMANENT_ERRORS = (PermissionError, ImportError, TypeError, ValueError, NotImplementedError)
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*"
 _URL = re.compile(rf"(?:{_SCHEME}::)*({_SCHEME})://[^/@?:]*(?::[0-9]*)?(?:/(?:(?!::)[^?])*)?", re.DOTALL)
-"""A URL without credentials and without a query; file systems in front of it, as in `simplecache::s3://…`, have neither."""
+"""A URL without credentials and without a query. Chained file systems, as in `simplecache::s3://…`, have neither, too."""
 
 
 class MirrorStore:
-    """The objects under `url`, such as `s3://bucket/prefix`.
+    """The objects below `url`, such as `s3://bucket/prefix`. Thread-safe.
 
-    Credentials come from the environment, where the store's own tools look for them.
-    A request that fails is repeated after growing pauses until `patience` seconds have passed; then CommunicationFailure is raised.
-    Thread-safe.
+    Credentials come from the environment, where the store's own tools look for them. A failed request is repeated after
+    growing pauses. After `patience` seconds CommunicationFailure is raised. A request fails if it has no answer after
+    `answer_seconds`. Large files are uploaded in parts of `part_bytes`.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class MirrorStore:
             raise BadInput(f"{url}: {error}; pip install 'meshwright[storage]'", key="checkpoint.mirror") from error
 
     def put(self, path: Path, name: str) -> None:
-        """Store the file at `path` as object `name`, in parts if it is large; it is complete on return."""
+        """Store the file at `path` as object `name`, in parts if it is large. On return the object is complete."""
         size = path.stat().st_size
         options = {"chunksize": self._part_bytes} if self._s3 else {}
 
@@ -84,14 +88,17 @@ class MirrorStore:
         self._retry(f"reading {name}", lambda: self._files.get_file(self._key(name), str(path)))
 
     def get_bytes(self, name: str) -> bytes | None:
-        """The bytes of a small object; None where there is none."""
+        """Return the bytes of a small object, or None if there is no such object."""
         try:
             return self._retry(f"reading {name}", lambda: self._files.cat_file(self._key(name)))
         except FileNotFoundError:
             return None
 
     def names(self) -> list[str]:
-        """First parts of the names of objects below the URL; those stored or deleted lately may be missing or remain."""
+        """Return the first parts of the names of the objects below the URL.
+
+        Objects that were stored recently may be missing, and objects that were deleted recently may still be listed.
+        """
         try:
             keys = self._retry("listing", lambda: self._files.ls(self._root, detail=False))
         except FileNotFoundError:
@@ -99,7 +106,7 @@ class MirrorStore:
         return sorted(str(key).rstrip("/").rpartition("/")[2] for key in keys)
 
     def delete(self, name: str) -> None:
-        """Delete an object; one that is missing is deleted already."""
+        """Delete an object. A missing object counts as deleted."""
         try:
             self._retry(f"deleting {name}", lambda: self._files.rm_file(self._key(name)))
         except FileNotFoundError:
@@ -113,13 +120,17 @@ class MirrorStore:
             self._files.makedirs(self._key(name).rpartition("/")[0], exist_ok=True)
 
     def _retry(self, activity: str, work: Callable[[], T]) -> T:
+        """Call `work` until it succeeds, or `patience` seconds have passed. `activity` begins error messages.
+
+        Raises BadInput for errors that no repetition can remove. FileNotFoundError passes through.
+        """
         deadline = time.monotonic() + self._patience
         pause = 0.5
         while True:
             try:
                 return work()
             except FileNotFoundError:
-                raise  # an answer of the store, which callers read
+                raise  # the store's answer that there is no such object; callers handle it
             except Exception as error:
                 reason = f"{self.url}: {activity}: {type(error).__name__}: {str(error)[:300]}"
                 if isinstance(error, _PERMANENT_ERRORS):
@@ -132,7 +143,7 @@ class MirrorStore:
 
 
 def check_url(url: str) -> str:
-    """The protocol of a store's URL. Raises BadInput for what is no such URL, and for one with credentials in it."""
+    """Return the protocol of a store's URL, such as "s3". Raises BadInput for no such URL, and for one with credentials."""
     if (match := _URL.fullmatch(url)) is not None:
         return match[1].lower()
     if "://" in url:
@@ -147,7 +158,7 @@ def check_url(url: str) -> str:
 
 
 def check_mirror(url: str | None) -> None:
-    """Raise BadInput when `checkpoint.mirror` is no store's URL, or the package for its protocol is not installed."""
+    """Raise BadInput if `checkpoint.mirror` is not a store's URL, or if the package for its protocol is not installed."""
     package = None if url is None else _PACKAGES.get(check_url(url))
     if package is not None and find_spec(package) is None:
         raise BadInput(

@@ -1,1 +1,1 @@
-"""Models in checkpoints and in Hugging Face folders: import, export, adapters, quantised weights."""
+"""Models in checkpoints and in Hugging Face folders: import, export, adapters and quantised weights."""

@@ -1,7 +1,8 @@
-"""Low-rank adapters beside the weights that they belong to: merged weights, and the digest that names a base.
+"""Low-rank adapters and the weights that they belong to: merged weights, and a digest that identifies the base weights.
 
-A checkpoint of a run with adapters has these alone, and a score's weight, which such a run trains too. The frozen weights are those that
-`model.init` names; the checkpoint has a digest of them, so that adapters are never put beside other weights.
+A run with adapters trains only the adapters (and the score's weight of a reward model), so its checkpoints have only
+these. The frozen base weights are the ones that `model.init` names. The checkpoint has a digest of the base, so that
+adapters are never applied to other weights.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.model import SCORE, ModelSpec, ParameterSpec, parameters, without_adapter
 
 ReadRows = Callable[[ParameterSpec, int, int], Tensor]
-"""Reads rows [start, stop) of dimension 0 of a parameter, on the CPU."""
+"""`read_rows(parameter, start, stop)` returns the rows [start, stop) of dimension 0 of a parameter, on the CPU."""
 BASE = "base"
-"""Key of the base's digest in the plain values of a checkpoint."""
+"""Key of the base's digest in `state.json` of a checkpoint."""
 DIGEST_ELEMENTS = 1 << 20
-"""Elements of a parameter that the digest of a base covers at most, as whole rows."""
+"""The digest of a base covers at most this many elements of each parameter, as whole rows."""
 DIGEST_ROWS = 8
+"""The digest of a base covers at most this many rows of each parameter."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """An adapter of rows [first_row, first_row + outputs) of a weight: A `(rank, in)`, B `(outputs, rank)`.
+    """An adapter of the rows [first_row, first_row + outputs) of a weight. It adds scale · B · A to these rows.
 
-    Of stacked experts all dimensions but the last are counted as rows. A delta that `replaces` has the rows themselves in `a`.
+    `a` is `(rank, in)`, `b` `(outputs, rank)`. For stacked experts, all dimensions of the weight but the last are counted
+    as rows. If `replaces`, `a` `(outputs, in)` has new values for the rows themselves, and `b` is empty.
     """
 
     first_row: int
@@ -42,7 +45,7 @@ class Delta:
     b: Tensor
     scale: float
     magnitude: Tensor | None = None
-    """Length of each row of the merged weight `(outputs,)`, with DoRA."""
+    """With DoRA, the length of each row of the merged weight, `(outputs,)`; else None."""
     replaces: bool = False
 
     @property
@@ -56,33 +59,38 @@ Deltas = Mapping[str, Sequence[Delta]]
 
 @dataclass(frozen=True)
 class PlacedPart:
-    """An adapter of a model: the layer's weight, its first row of it, and the prefix of its parameters' names."""
+    """An adapter of a model, and where it belongs.
+
+    `weight` is the name of the layer's weight, `first_row` the first of its rows that the adapter changes, and `part`
+    describes the adapter (rank, outputs, names).
+    """
 
     weight: str
     first_row: int
     part: AdapterPart
     expert: int | None = None
-    """Its index in the parameters of all experts' adapters; the rows of stacked experts follow one another."""
+    """Index of the expert, for adapters of stacked experts, whose parameters have the experts along dimension 0."""
 
     def parameter(self, name: str) -> str:
-        """The full name of its parameter `a`, `b` or `magnitude`."""
+        """Return the full name of the adapter's parameter `name`: "a", "b" or "magnitude"."""
         if self.expert is None:
             return f"{self.weight.removesuffix('weight')}{ADAPTER}.{self.part.parameter(name)}"
         module, _, layer = self.weight.rpartition(".")
         return f"{module}.{ADAPTER}.{layer}_{self.part.parameter(name)}"
 
     def value(self, read: Callable[[str], Tensor], name: str) -> Tensor:
-        """Its parameter `a`, `b` or `magnitude`, of the parameters that `read` returns by name."""
+        """Return the adapter's parameter `name` ("a", "b" or "magnitude"). `read(full_name)` returns a parameter."""
         whole = read(self.parameter(name))
         return whole if self.expert is None else whole[self.expert]
 
 
 def placed_parts(spec: ModelSpec) -> Iterator[PlacedPart]:
-    """Every adapter of a model, in the order of its parameters."""
+    """Yield every adapter of a model, in the order of its parameters."""
     for layer in range(spec.layers):
         for op in spec.block(layer).table().operations:
             if not isinstance(op, LinearOp | ExpertsOp):
                 continue
+            # First row of each linear layer that is fused into the operation's weight, by name; the whole weight begins at 0.
             starts = {"": 0}
             row = 0
             for fused in op.parts:
@@ -98,7 +106,10 @@ def placed_parts(spec: ModelSpec) -> Iterator[PlacedPart]:
 
 
 def deltas_of(spec: ModelSpec, read: Callable[[str], Tensor]) -> Deltas:
-    """The adapters of a model, whose parameters `read` returns by name, and its score's weight in place of the base's."""
+    """Return the adapters of a model. `read(name)` returns a parameter of the adapters.
+
+    In a reward model they include the score's weight, which replaces the base's.
+    """
     assert spec.adapter is not None
     deltas: dict[str, list[Delta]] = {}
     read = lru_cache(maxsize=8)(read)  # experts share parameters
@@ -114,12 +125,14 @@ def deltas_of(spec: ModelSpec, read: Callable[[str], Tensor]) -> Deltas:
 
 
 def adapter_values(spec: ModelSpec, deltas: Deltas, where: str) -> dict[str, Tensor]:
-    """The adapters' parameters of a model by name, from the stored ones `deltas`, which must be those of the model.
+    """Return the values of a model's adapter parameters by name, from the stored adapters `deltas`.
 
-    Raises BadInput with the key of the run file that differs; `where` names what was stored.
+    Raises BadInput unless the stored adapters are those of the model. The message names the key of the run file that
+    differs, and `where`, the place of the stored adapters.
     """
     assert spec.adapter is not None
     adapter = spec.adapter
+    # What is left in `by_place` at the end has no place in the model.
     by_place = {(weight, delta.first_row): delta for weight, of_weight in deltas.items() for delta in of_weight}
     score = by_place.pop((SCORE, 0), None) if spec.head == "score" else None
     values: dict[str, Tensor] = {} if score is None else {SCORE: score.a}
@@ -157,16 +170,19 @@ def adapter_values(spec: ModelSpec, deltas: Deltas, where: str) -> dict[str, Ten
 
 
 def merged(read_rows: ReadRows, deltas: Deltas) -> ReadRows:
-    """`read_rows` of a base, of the base with its adapters: sums in fp32, which the reader rounds once to what it keeps."""
+    """Return a `ReadRows` of the merged weights. `read_rows` reads the base.
+
+    Sums are computed in fp32. The caller rounds them once to its dtype.
+    """
 
     def read(parameter: ParameterSpec, start: int, stop: int) -> Tensor:
         own = deltas.get(parameter.name, ())
-        if parameter.name == SCORE and own:  # the base may be a language model, which has none
+        if parameter.name == SCORE and own:  # the base may be a language model, which has no such weight
             return own[0].a[start:stop]
         rows = read_rows(parameter, start, stop)
         if not own or not rows.numel():
             return rows
-        # Rows of experts follow one another.
+        # `Delta` counts all dimensions but the last as rows; one index of dimension 0 has `per_index` of them.
         per_index = math.prod(parameter.shape[1:-1])
         return _merged_rows(rows.flatten(0, -2), start * per_index, own).view(rows.shape)
 
@@ -174,6 +190,7 @@ def merged(read_rows: ReadRows, deltas: Deltas) -> ReadRows:
 
 
 def _merged_rows(rows: Tensor, start: int, deltas: Sequence[Delta]) -> Tensor:
+    """Return `rows` `(rows, in)` of a weight, from row `start` on, with their adapters applied, in fp32 or wider."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     for delta in deltas:
         first = max(start, delta.rows.start)
@@ -192,7 +209,7 @@ def _merged_rows(rows: Tensor, start: int, deltas: Sequence[Delta]) -> Tensor:
 
 
 def random_base(seed: int) -> ReadRows:
-    """The weights from which a run from scratch starts."""
+    """Return a `ReadRows` of the random weights from which a run from scratch with this seed starts."""
 
     def read(parameter: ParameterSpec, start: int, stop: int) -> Tensor:
         width = parameter.count // parameter.shape[0]
@@ -203,10 +220,10 @@ def random_base(seed: int) -> ReadRows:
 
 
 def base_digest(spec: ModelSpec, read_rows: ReadRows) -> str:
-    """A digest of the weights beside which adapters are trained: of names, shapes and some rows of each as fp32.
+    """Return a digest of the base weights: of the names, the shapes, and some rows of each parameter as fp32.
 
-    It does not depend on how they are stored. It tells models apart; it does not prove that every element is the same. A score's weight is
-    not of the base.
+    It does not depend on how the weights are stored. It tells models apart, but does not prove that every element is
+    equal. The score's weight of a reward model does not belong to the base.
     """
     digest = hashlib.blake2b(digest_size=16)
     for parameter in (each for each in parameters(without_adapter(spec)) if each.name != SCORE):
@@ -221,7 +238,10 @@ def base_digest(spec: ModelSpec, read_rows: ReadRows) -> str:
 
 
 def check_base(expected: object, found: str, adapters: str, base: str) -> None:
-    """Raise BadInput if `adapters` were trained beside other weights than `base`."""
+    """Raise BadInput if `adapters` were trained with other base weights than `base`.
+
+    `expected` and `found` are the digests of the base weights; `adapters` and `base` are names for the message.
+    """
     if expected != found:
         raise BadInput(
             f"{adapters} was trained beside the weights with digest {expected}, and {base} has the digest {found}: "

@@ -1,4 +1,4 @@
-"""Converts checkpoints to Hugging Face folders and back, in one process with part of a tensor in memory at a time."""
+"""Converts checkpoints to Hugging Face folders and back, in one process, with a part of a tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -50,14 +50,20 @@ def export_checkpoint(
     text_only: bool = False,
     note: Callable[[str], object] = lambda sentence: None,
 ) -> Path:
-    """Write the weights of a checkpoint as a Hugging Face folder at `out`, and return the checkpoint they came from.
+    """Write the weights of a checkpoint as a Hugging Face folder at `out`, and return the path of the checkpoint.
 
-    `source` is a checkpoint or a run folder; of a run folder, the newest undamaged checkpoint is exported. The run
-    folder's `tokenizer.json` and the files about its texts are copied too; what ends a generated text follows from the record of the text
-    format. `average` takes the moving average of the weights (`train.ema_decay`). A run that began with the text part of a larger model is
-    written with that model's other tensors, or with `text_only` without them. `note` receives sentences about the format of the texts.
-    Raises Damaged when the checkpoint differs from what was written, BadInput when it has no model configuration or average, or when the
-    Hugging Face class of its family cannot represent it.
+    `source`: a checkpoint, or a run folder, of which the newest undamaged checkpoint is exported.
+    `dtype`: "bf16" or "fp32".
+    `average`: export the moving average of the weights (`train.ema_decay`).
+    `text_only`: leave out the other tensors of the larger model from whose text part the run began. Otherwise they are
+        written too.
+    `note`: receives sentences about the text format for the user.
+
+    The run folder's `tokenizer.json` and its files about texts are copied. The record of the text format decides which
+    tokens end a generated text.
+
+    Raises Damaged if the checkpoint differs from what was written. Raises BadInput if it has no model configuration or no
+    average, or if the Hugging Face class of its family cannot represent it.
     """
     chosen = choose_newest(source)
     path = chosen.path
@@ -89,9 +95,9 @@ def export_checkpoint(
 
 
 def export_adapter(source: Path, out: Path) -> Path:
-    """Write the adapters of a run or a checkpoint as a folder that peft loads, and return the checkpoint they came from.
+    """Write the adapters of a run or a checkpoint as a folder that peft loads, and return the path of the checkpoint.
 
-    Raises BadInput when it has none, or when `out` exists and is not empty; Damaged as `export_checkpoint`.
+    Raises BadInput if it has no adapters, or if `out` exists and is not empty. Raises Damaged like `export_checkpoint`.
     """
     chosen = choose_newest(source)
     if chosen.warning is not None:
@@ -120,9 +126,10 @@ def merge_adapter(
     dtype: str = "bf16",
     note: Callable[[str], object] = lambda sentence: None,
 ) -> None:
-    """Write the model in `base` with the adapters in `adapter` merged into it as a Hugging Face folder at `out`.
+    """Merge the adapters in `adapter` into the model in `base`, and write it as a Hugging Face folder at `out`.
 
-    Both may be any that `stored_model.open_model` takes. W + s · BA is computed in fp32 and rounded once. Errors as `export_checkpoint`.
+    `base` and `adapter` are folders that `stored_model.open_model` takes. W + s · B · A is computed in fp32 and rounded
+    once to `dtype`. Raises errors like `export_checkpoint`.
     """
     with open_model(base, adapter=adapter) as stored:
         note(f"sums in fp32, rounded once to {dtype}")
@@ -147,10 +154,11 @@ def import_checkpoint(
 ) -> Path:
     """Write the weights of a Hugging Face folder as a committed checkpoint of step 0 in `out`, and return its path.
 
-    Weights are stored in fp32, as training stores them; there is no optimizer state. The folder's `tokenizer.json` (and chat template) is
-    copied to `out` unless `out` has one. So are the tensors beside a text part, but for `text_only`. `note` receives sentences about
-    settings that are not used. Raises BadInput when `out` already has a checkpoint of step 0, or when the
-    model is of an unknown family.
+    Weights are stored in fp32, as training stores them. There is no optimizer state. The folder's `tokenizer.json` and
+    chat template are copied to `out` unless it has a tokenizer. The tensors that do not belong to the text model are
+    copied too, unless `text_only`. `note` receives sentences about settings that are not used.
+
+    Raises BadInput if `out` already has a checkpoint of step 0, or if the model's family is unknown.
     """
     spec, weights = import_hf(source)
     for sentence in weights.notes:
@@ -191,7 +199,7 @@ def import_checkpoint(
 
 @dataclass(frozen=True)
 class _CheckpointRows:
-    """The weights of a checkpoint as a `RowSource` (`checkpoint.models.hf`), which reads rows of dimension 0."""
+    """The weights of a checkpoint as a `RowSource` (`checkpoint.models.hf`)."""
 
     weights: CheckpointWeights
     parameters: Mapping[str, ParameterSpec]
@@ -204,7 +212,7 @@ class _CheckpointRows:
 
 
 def _config(reader: CheckpointReader) -> dict[str, Any]:
-    """The contents of the checkpoint's `config.yaml`: the run file with all defaults filled in."""
+    """Return the contents of the checkpoint's `config.yaml`: the run file with all defaults filled in."""
     try:
         config = yaml.safe_load(reader.text("config.yaml"))
     except yaml.YAMLError as error:
@@ -215,6 +223,7 @@ def _config(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _model(config: dict[str, Any], path: Path) -> ModelSpec:
+    """Return the model in section `model` of a run file. Raises BadInput if it is invalid."""
     try:
         return from_plain(ModelSection, config["model"])
     except (TypeError, KeyError, ValueError) as error:
@@ -222,23 +231,23 @@ def _model(config: dict[str, Any], path: Path) -> ModelSpec:
 
 
 def _run_yaml(spec: ModelSpec, name: str) -> str:
-    """A valid `config.yaml` for imported weights: the model's dimensions, and placeholders in section `train`."""
+    """Return a valid `config.yaml` for imported weights: the model's dimensions, and placeholders in section `train`."""
     model = from_plain(ModelSection, to_plain(spec))
     train = TrainSpec(steps=1, global_batch=1, seq_len=min(TrainSpec.seq_len, spec.max_seq_len))
     return resolved_yaml(RunSpec(name=name or step_name(0), model=model, train=train))
 
 
 def _single_chunk_record(header: TensorHeader) -> TensorRecord:
-    """The record of a tensor that is stored undivided."""
+    """Return the record of a tensor that is stored as one chunk."""
     return TensorRecord(
         header.shape, header.dtype, (TensorChunk((0,) * len(header.shape), header.shape, tensor_file(0), header.key),)
     )
 
 
 def _note(config: dict[str, Any], reader: CheckpointReader, text: TextFormat | None) -> str:
-    """What the model card says about the training: the weights it began with, data, template, steps and what was trained.
+    """Return the model card's text on the training: initial weights, data, chat template, steps and trained weights.
 
-    Of folders only the names are given.
+    It has only the names of folders, not their paths.
     """
     state = reader.state()
     step = reader.manifest.step
@@ -273,7 +282,7 @@ def _trained_weights(config: dict[str, Any]) -> str:
 
 
 def _mix(mix: object) -> str:
-    """The sources of data and the share of each."""
+    """Return the sources of the training data and the share of each, as a text."""
     if not isinstance(mix, dict) or not mix:
         return "unknown"
     total = sum(mix.values())

@@ -1,7 +1,7 @@
-"""Writes weights as a Hugging Face folder and reads them from one, part of a tensor at a time and without pickle.
+"""Writes weights as a Hugging Face folder and reads them from one, a part of a tensor at a time and without pickle.
 
-`families` has the tensor names and the fields of config.json of each model family; this module reads and
-writes the files. The weights are in safetensors format (github.com/huggingface/safetensors, "Format").
+The package `families` knows the tensor names and the fields of config.json of each model family; this module reads and
+writes the files. The weights are in the safetensors format (github.com/huggingface/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -50,12 +50,15 @@ from meshwright.spec.model import ModelSpec, ParameterSpec, parameter_count, par
 from meshwright.spec.weight_scheme import LayerFormat
 
 SLICE_BYTES = 32 << 20
-"""Bytes of a weight that an export reads at a time from a RowSource."""
+"""Bytes of a weight that an export reads from a `RowSource` at a time."""
 
 
 @runtime_checkable
 class RowSource(Protocol):
-    """Weights that can be read by rows of dimension 0, so that none needs to be in memory whole."""
+    """Weights that can be read by rows of dimension 0, so that no weight has to be in memory as a whole.
+
+    `shape(name)` returns the shape of a parameter, `read_rows(name, start, stop)` its rows [start, stop).
+    """
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -63,11 +66,12 @@ class RowSource(Protocol):
 
 
 Source = Callable[[str], Tensor] | Iterable[tuple[str, Tensor]] | RowSource
+"""Weights to export: a function from a parameter's name to its value, pairs (name, value) in any order, or a RowSource."""
 DTYPES = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
-"""dtypes in which weights can be exported: torch's and safetensors' name."""
+"""dtypes in which weights can be exported: torch's dtype, and its name in safetensors."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 BASE_MODEL = "A base model, exported by Meshwright: it continues text, and was not tuned to follow instructions."
-"""The sentence of a model card about a model that was trained from scratch on text."""
+"""Sentence of the model card of a model that was trained from scratch on text."""
 OF_TEXTS = "What it writes may be wrong or unwanted."
 OF_SCORES = "It gives a text one number, read at its last token: compare numbers of answers to the same prompt. They may be wrong."
 ONE_FILE = "model.safetensors"
@@ -88,17 +92,21 @@ def export_hf(
     title: str | None = None,
     limits: str = BASE_MODEL,
 ) -> None:
-    """Write a folder that transformers, vLLM and others load: weights, config, generation config, tokenizer, card.
+    """Write a folder that transformers, vLLM and others load: weights, config, generation config, tokenizer, model card.
 
-    `tensors` returns each of `parameters(spec)` by name, or yields (name, tensor) pairs in any order, or reads rows
-    (`RowSource`). One tensor, or 32 MiB of rows, is in memory at a time. `tokenizer` is the path of a tokenizer.json, whose folder
-    may have further files about texts (`data.chat_template.TEXT_FILES`), and `text` the format of the texts, by default the one that this
-    folder describes.
-    With `towers` it is a folder of the whole model that the text model is a part of, else one of the text model.
-    `run_note` is Markdown for the model card, `limits` what it says about the use of the model; its title is `title` or else the
-    folder's name. No file of weights exceeds `shard_bytes` unless a single tensor does. The folder gets its name when it is
-    complete. Raises BadInput when it exists and is not empty, when the Hugging Face class of the family cannot represent
-    the model, or when tokenizer and model disagree; OutOfResources when the disk is too full.
+    `tensors`: the weights (`Source`). One tensor, or 32 MiB of rows, is in memory at a time.
+    `tokenizer`: path of a tokenizer.json. Its folder may have further files about texts
+        (`data.chat_template.TEXT_FILES`).
+    `text`: the format of the texts; None takes the format that the tokenizer's folder describes.
+    `towers`: the other tensors of a model that also reads images or sound. With them the folder is that of the whole
+        model, otherwise of the text model.
+    `run_note`: Markdown for the model card. `limits`: what the card says about the use of the model.
+    `title`: title of the card; None takes the folder's name.
+    `shard_bytes`: no file of weights is larger, unless a single tensor is.
+
+    The folder gets its final name when it is complete. Raises BadInput if the folder exists and is not empty, if the
+    Hugging Face class of the family cannot represent the model, or if tokenizer and model disagree. Raises OutOfResources
+    if the disk is too full.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder}: already there and not empty; choose another folder or remove it")
@@ -109,7 +117,8 @@ def export_hf(
         bos = named_bos(tokenizer.parent, loaded)
     special_ids = None if text is None else exported_ids(text, bos)
     if special_ids is not None and spec.head == "score" and text is not None and text.pad in text.stops:
-        # transformers reads the score before trailing tokens that fill, among them the end of the last answer.
+        # transformers reads the score at the last token that is not padding. The token that ends the last answer must
+        # not count as padding there.
         special_ids["pad_token_id"] = None
     if towers is None:
         config = to_hf_config(spec, dtype=dtype, special_ids=special_ids)
@@ -143,10 +152,10 @@ CPU = torch.device("cpu")
 
 
 def import_hf(folder: Path, device: torch.device = CPU) -> tuple[ModelSpec, HFReader]:
-    """The model that a Hugging Face folder holds, and a reader of its weights, which unpacks quantised ones on `device`.
+    """Return the model in a Hugging Face folder, and a reader of its weights. Quantised weights are unpacked on `device`.
 
-    Raises BadInput for a model that this program cannot compute, for weights that are not safetensors and for tensors
-    that the model does not have; Damaged for files that are unreadable or do not match each other.
+    Raises BadInput for a model that this program cannot compute, for weights that are not safetensors, and for tensors
+    that the model does not have. Raises Damaged for files that are unreadable or do not match each other.
     """
     fields, notes = folder_fields(folder)
     spec = from_plain(ModelSpec, fields)
@@ -162,20 +171,20 @@ def import_hf(folder: Path, device: torch.device = CPU) -> tuple[ModelSpec, HFRe
 
 @dataclass
 class HFReader:
-    """Reads parameters, named and shaped as in this program, from a Hugging Face folder by rows."""
+    """Reads a model's parameters from a Hugging Face folder by rows. Names and shapes are those of this program."""
 
     folder: Path
     spec: ModelSpec
     files: dict[str, str]
-    """File of each tensor in the folder."""
+    """The file of each tensor in the folder."""
     notes: tuple[str, ...] = ()
     """Sentences for the user about settings in config.json that this program ignores."""
     nesting: Nesting | None = None
-    """Where the text part is, in a folder of a model that also reads images or sound."""
+    """Where the text model's tensors are, in the folder of a model that also reads images or sound; else None."""
     quantization: Quantization | None = None
     """What config.json says about quantised weights."""
     device: torch.device = CPU
-    """Where quantised weights are unpacked; their rows are there, those of others on the CPU."""
+    """Where quantised weights are unpacked. Their rows are returned on this device, all other rows on the CPU."""
     _open: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -194,21 +203,21 @@ class HFReader:
         return [name for name in self.files if not self.nesting.contains(family, name)]
 
     def other(self, name: str) -> Tensor:
-        """One of `others`, as stored."""
+        """Return one of `others` as it is stored."""
         return self._stored(name)[...]
 
     def towers(self) -> Towers | None:
-        """What the folder has beside its text model; None for a folder of a text model."""
+        """Return the tensors and settings that do not belong to the text model; None if the folder has a text model only."""
         if self.nesting is None:
             return None
         return towers_beside(self.folder, {name: self.files[name] for name in self.others}, self.nesting)
 
     def read(self, parameter: ParameterSpec) -> Tensor:
-        """The whole parameter, in the dtype of the folder."""
+        """Return the whole parameter, in the dtype of the folder."""
         return self.read_rows(parameter, 0, parameter.shape[0])
 
     def read_rows(self, parameter: ParameterSpec, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of dimension 0."""
+        """Return the rows [start, stop) of dimension 0."""
         pieces = []
         for part, first, last in self._ranges(parameter, start, stop):
             pieces.append(self._slice(part, first, last))
@@ -217,7 +226,10 @@ class HFReader:
         return self._whole(pieces).unflatten(0, (-1, *parameter.shape[1:-1]))
 
     def native(self, parameter: ParameterSpec) -> LayerFormat | None:
-        """The 8-bit format in which all of the parameter is stored; None if it is not. Only a matrix may be in blocks."""
+        """Return the 8-bit format in which the whole parameter is stored; None if it is not stored so.
+
+        Only a matrix can have the format "fp8 blocks", not stacked experts.
+        """
         if len(parameter.shape) < 2:
             return None
         weights = [self._weight(part) for part in self._parts[parameter.name]]
@@ -226,11 +238,14 @@ class HFReader:
         return None if found == "fp8 blocks" and len(parameter.shape) > 2 else found
 
     def first_rows(self, parameter: ParameterSpec) -> list[int]:
-        """The rows of the parameter with which its tensors in the folder begin."""
+        """Return the first row of each tensor of the folder that the parameter consists of."""
         return [part.first_row for part in self._parts[parameter.name]]
 
     def read_rounded(self, parameter: ParameterSpec, start: int, stop: int) -> RoundedMatrix:
-        """Rows [start, stop) of dimension 0 as stored, of a parameter that is `native`; scales `(…, out, 1)`, or those of blocks."""
+        """Return the rows [start, stop) of dimension 0 of a `native` parameter, as they are stored.
+
+        The scales are `(…, out, 1)`, or those of `Fp8Blocks`.
+        """
         pieces = []
         for part, first, last in self._ranges(parameter, start, stop):
             weight = self._weight(part)
@@ -243,7 +258,7 @@ class HFReader:
         return rounded_matrix(values, scale, number_format)
 
     def stored_words(self) -> str | None:
-        """How the quantised weights are stored, with their number and bytes; None without."""
+        """Return a text on how the quantised weights are stored, with their number and bytes; None if there are none."""
         weights = [weight for weight in self._quantised.values() if weight is not None]
         if not weights:
             return None
@@ -253,11 +268,11 @@ class HFReader:
         return f"{len(weights)} weights in {' and '.join(names)} ({_gigabytes(sum(each.bytes for each in weights))}{others})"
 
     def quantised_parameters(self) -> list[str]:
-        """The parameters of which some tensors are quantised."""
+        """Return the names of the parameters that are quantised in the folder, as a whole or in part."""
         return [name for name, parts in self._parts.items() if any(self._weight(part) is not None for part in parts)]
 
     def remarks(self) -> tuple[str, ...]:
-        """What the folder says about activations and caches that no program here follows."""
+        """Return sentences about settings of activations and caches in the folder that this program does not use."""
         weights = [weight for weight in self._quantised.values() if weight is not None]
         static = any({*weight.scheme.inputs} & {*weight.names} for weight in weights if weight.scheme.activations)
         scales = [name for name in self.files if self._is_cache_scale(name)]
@@ -270,7 +285,10 @@ class HFReader:
         return self.quantization is not None and self.quantization.cache_scales and name.endswith(CACHE_SCALES)
 
     def _ranges(self, parameter: ParameterSpec, start: int, stop: int) -> Iterator[tuple[HFTensor, int, int]]:
-        """Each tensor that has some of the rows [start, stop) of dimension 0, and the first and last of its rows."""
+        """Yield (tensor, first, last) for each tensor of the folder that has some of the parameter's rows [start, stop).
+
+        The tensor's rows [first, last) are needed.
+        """
         rows_per_index = math.prod(parameter.shape[1:-1])
         for part in self._parts[parameter.name]:
             first = max(start * rows_per_index - part.first_row, 0)
@@ -279,7 +297,7 @@ class HFReader:
                 yield part, first, last
 
     def _whole(self, pieces: list[Tensor]) -> Tensor:
-        """Pieces of a parameter as one tensor; of weights of which only some are quantised, on the device of these."""
+        """Join parts of a parameter along dimension 0. If only some of them were quantised, they are on different devices."""
         if len(pieces) == 1:
             return pieces[0]
         if any(piece.device != pieces[0].device for piece in pieces):
@@ -287,7 +305,10 @@ class HFReader:
         return torch.cat(pieces)
 
     def check(self) -> None:
-        """Compare names, shapes and dtypes of every tensor with what the model needs; only copies of others are read."""
+        """Compare names, shapes and dtypes of all tensors with what the model needs.
+
+        Values are read only for tensors that must be copies of others.
+        """
         needed = {self._stored_name(part): part for parts in self._parts.values() for part in parts}
         read: set[str] = set()
         for name, part in needed.items():
@@ -316,6 +337,7 @@ class HFReader:
             self._check_copy(copy, original)
 
     def _check_tensor(self, name: str, part: HFTensor) -> None:
+        """Raise Damaged or BadInput unless the folder's tensor `name` has the shape of `part` and a floating-point dtype."""
         stored = self._stored(name)
         shape = tuple(stored.get_shape())
         dtype = stored.get_dtype()
@@ -329,7 +351,7 @@ class HFReader:
             raise BadInput(f"{self._where(name)}: {name}: expected one of {', '.join(FLOATS)}, got {dtype}{hint}")
 
     def _check_quantised(self, name: str, part: HFTensor) -> None:
-        """Raise BadInput for a quantised weight that config.json lists as not quantised, or whose family stores it transposed."""
+        """Raise BadInput for a quantised weight if config.json lists it as not quantised, or its family stores it transposed."""
         assert self.quantization is not None
         module = name.removesuffix(".weight")
         if (entry := self.quantization.ignores(module)) is not None:
@@ -341,7 +363,7 @@ class HFReader:
             raise BadInput(f"{self.folder}: {name} is quantised, which is not read in a {self.spec.family} folder")
 
     def _schemes(self) -> str:
-        """The schemes that config.json allows, in words."""
+        """Return a text on the schemes that config.json allows."""
         if self.quantization is None:
             return f": config.json has no {KEY}"
         return f" by {KEY} of config.json ({', '.join(each.name for each in self.quantization.schemes)})"
@@ -353,12 +375,12 @@ class HFReader:
         return next(file for name, file in self.files.items() if name.startswith(module))
 
     def _is_scale(self, name: str, needed: Collection[str]) -> bool:
-        """Whether a tensor stands beside a weight that the model needs, and belongs to none of its modules."""
+        """Return whether the name begins with that of a layer that the model needs: it may be a scale of its weight."""
         bases = {weight.removesuffix(".weight") for weight in needed}
         return any(name.startswith((f"{base}.", f"{base}_")) for base in bases)
 
     def _weight(self, part: HFTensor) -> StoredWeight | None:
-        """The quantised weight of a part; None if it is stored as plain numbers."""
+        """Return the quantised weight of a tensor; None if it is stored as ordinary numbers."""
         name = self._stored_name(part)
         if self.quantization is None or len(part.shape) < 2:
             return None
@@ -373,8 +395,9 @@ class HFReader:
         return self._quantised[name]
 
     def _slice(self, part: HFTensor, first: int, last: int) -> Tensor:
+        """Return the rows [first, last) of a tensor of the folder, in the order of our parameter."""
         name = self._stored_name(part)
-        rows = part.row_count // part.shape[0] if part.stacked else 1  # of an expert
+        rows = part.row_count // part.shape[0] if part.stacked else 1  # rows of each expert
         if (weight := self._weight(part)) is not None:
             values = weight.rows(first // rows, last // rows)
             return from_stacked(replace(part, transposed=False), values) if part.stacked else values
@@ -386,6 +409,7 @@ class HFReader:
         return stored[:, first:last].t().contiguous() if part.transposed else stored[first:last]
 
     def _stored(self, name: str) -> Any:
+        """Return the folder's tensor `name`, of which parts can be read. Its file stays open."""
         file = self.files[name]
         try:
             if file not in self._open:
@@ -402,7 +426,10 @@ class HFReader:
         return part.name.removeprefix(self._base)
 
     def _copies(self) -> dict[str, str]:
-        """Tensors of the folder that repeat another: a tied head, and what prediction modules share; each with its original."""
+        """Return the tensors of the folder that must repeat another one, each with its original.
+
+        Such tensors are a tied head, and the weights that prediction modules share with the model.
+        """
         head = HFTensor(f"{FAMILIES[self.spec.family].ends['head']}.weight", 0, 0, (), False)
         copies = {self._stored_name(head): "embed.weight"} if self.spec.tied else {}
         for parameter, parts in prediction_copies(self.spec).items():
@@ -411,7 +438,7 @@ class HFReader:
         return {name: original for name, original in originals.items() if name in self.files and name != original}
 
     def _check_copy(self, name: str, original: str) -> None:
-        """Raise BadInput if a tensor is not the one that it is said to repeat."""
+        """Raise BadInput if a tensor differs from the one that it must repeat."""
         if original not in self.files:
             raise BadInput(f"{self._where(name)}: {name} must repeat {original}, which is quantised; remove the copy")
         copy = self._stored(name)
@@ -440,7 +467,12 @@ def _gigabytes(count: int) -> str:
 
 
 def from_stacked(part: HFTensor, stored: Tensor) -> Tensor:
-    """Our rows `(rows, width)` of experts as a folder stacks them, or their biases `(experts, width)`."""
+    """Convert experts from the folder's layout to ours.
+
+    `stored` is `(experts, out, in)`, or `(experts, in, out)` if `part.transposed`; the result is `(experts · out, in)`.
+    Biases are `(experts, out)` before and after. With `part.interleaved` the folder's outputs alternate between gate and
+    up; our gates come first.
+    """
     ours = stored.mT if part.transposed else stored
     if part.interleaved:
         ours = ours.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
@@ -448,7 +480,7 @@ def from_stacked(part: HFTensor, stored: Tensor) -> Tensor:
 
 
 def _to_stacked(part: HFTensor, rows: Tensor) -> Tensor:
-    """The inverse of `from_stacked`, for whole experts."""
+    """Convert whole experts from our layout to the folder's; the inverse of `from_stacked`."""
     theirs = rows.unflatten(0, (-1, part.row_count // part.shape[0])) if len(part.shape) == 3 else rows
     if part.interleaved:
         theirs = theirs.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
@@ -456,7 +488,7 @@ def _to_stacked(part: HFTensor, rows: Tensor) -> Tensor:
 
 
 def _opened(path: Path) -> Any:
-    """The file's tensors. Raises BadInput without permission, for which safetensors says that there is no such file."""
+    """Open a safetensors file. Raises BadInput without permission; safetensors would say that there is no such file."""
     check_inside(path)
     if path.exists() and not os.access(path, os.R_OK):
         raise BadInput(f"{path}: permission denied; this user must be able to read it")
@@ -464,7 +496,7 @@ def _opened(path: Path) -> Any:
 
 
 def _weight_files(folder: Path) -> dict[str, str]:
-    """File of each tensor by name: from the index, or from the header if there is a single file."""
+    """Return the file of each tensor by name: from the index, or from the header if there is a single file."""
     if (folder / INDEX).is_file():
         listed = read_json(folder / INDEX).get("weight_map")
         if not isinstance(listed, dict) or not listed:
@@ -499,7 +531,7 @@ def _check_file_name(folder: Path, name: str, file: Any) -> None:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A file to write: its name, header, first byte of each tensor (`offsets`), and size in bytes (`total`)."""
+    """A file that will be written: name, header, the file offset of each tensor's first byte, and the size in bytes."""
 
     file: str
     header: bytes
@@ -508,6 +540,7 @@ class _Shard:
 
 
 def _plan_shards(spec: ModelSpec, dtype: str, shard_bytes: int, towers: Towers | None) -> list[_Shard]:
+    """Divide the tensors of an exported folder among files of at most `shard_bytes`, in order."""
     groups: list[dict[str, dict[str, Any]]] = [{}]
     filled = 0
     for name, stored, shape, size in _stored_tensors(spec, dtype, towers):
@@ -523,7 +556,7 @@ def _plan_shards(spec: ModelSpec, dtype: str, shard_bytes: int, towers: Towers |
 def _stored_tensors(
     spec: ModelSpec, dtype: str, towers: Towers | None
 ) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """Name, dtype, shape and bytes of each tensor of an exported folder, those of the text model first."""
+    """Yield name, dtype, shape and bytes of each tensor of an exported folder. The text model's tensors come first."""
     for part in (part for parts in _written_tensors(spec, towers).values() for part in parts):
         torch_dtype, stored = DTYPES["fp32" if part.precise else dtype]
         yield _name_in(towers, spec, part), stored, part.shape, math.prod(part.shape) * torch_dtype.itemsize
@@ -532,18 +565,19 @@ def _stored_tensors(
 
 
 def _name_in(towers: Towers | None, spec: ModelSpec, part: HFTensor) -> str:
-    """The name of a tensor of the text model in a folder of the whole model, or of it alone."""
+    """Return the name of a text model's tensor in a folder of the whole model, or (without towers) of the text model."""
     return part.name if towers is None else towers.nesting.name(FAMILIES[spec.family], part.name)
 
 
 def _written_tensors(spec: ModelSpec, towers: Towers | None) -> dict[str, tuple[HFTensor, ...]]:
-    """For each parameter the tensors of an exported folder that it fills, copies included."""
+    """Return, for each parameter, the tensors of an exported folder that are filled from it, copies included."""
     copies = prediction_copies(spec)
     own = hf_tensors(spec, None if towers is None else towers.nesting)
     return {name: (*parts, *copies.get(name, ())) for name, parts in own.items()}
 
 
 def _shard(file: str, entries: dict[str, dict[str, Any]]) -> _Shard:
+    """Return the file for some tensors: a safetensors header, and the place of each tensor."""
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
@@ -559,6 +593,7 @@ def _write_weights(
     dtype: torch.dtype,
     towers: Towers | None,
 ) -> None:
+    """Write the files of weights and the index. Space for all tensors is reserved first, because tensors come in any order."""
     locations = {name: (shard.file, offset) for shard in shards for name, offset in shard.offsets.items()}
     for shard in shards:
         with open(folder / shard.file, "wb") as file:
@@ -583,7 +618,7 @@ def _write_weights(
 
 
 def _slices(tensors: Source, spec: ModelSpec, towers: Towers | None) -> Iterator[tuple[HFTensor, int, Tensor]]:
-    """(part, first row within the part, rows) for each part of each parameter.
+    """Yield (part, first row within the part, rows) until every part of every parameter is complete.
 
     A part is the slice of a parameter that Hugging Face stores as one tensor (`HFTensor`).
     """
@@ -609,7 +644,7 @@ def _slices(tensors: Source, spec: ModelSpec, towers: Towers | None) -> Iterator
 
 
 def _row_slices(source: RowSource, parameter: ParameterSpec, part: HFTensor) -> Iterator[tuple[HFTensor, int, Tensor]]:
-    """The rows of a part, `SLICE_BYTES` at a time; a transposed part at once, and experts one by one."""
+    """Yield the rows of a part, `SLICE_BYTES` at a time. A transposed part comes at once, and experts come one by one."""
     rows_per_index = math.prod(parameter.shape[1:-1])
     width = math.prod(parameter.shape[1:][-1:])
     step = max(1, SLICE_BYTES // (4 * width))
@@ -634,6 +669,7 @@ def _check_parameter(name: str, parameter: ParameterSpec | None, shape: tuple[in
 
 
 def _write_tensor(path: Path, offset: int, tensor: Tensor, part: HFTensor, dtype: torch.dtype) -> None:
+    """Write (rows of) a tensor at byte `offset` of a file, in the folder's layout and dtype."""
     if part.stacked:
         tensor = _to_stacked(part, tensor)
     elif part.transposed:
@@ -657,7 +693,7 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def _load_tokenizer(path: Path, spec: ModelSpec) -> Tokenizer:
-    """The tokenizer in a file. Raises BadInput if it has more tokens than the model."""
+    """Return the tokenizer in a file. Raises BadInput if it has more tokens than the model."""
     tokenizer = open_tokenizer(path)
     size = tokenizer.get_vocab_size()
     if size > spec.vocab_size:
@@ -670,7 +706,7 @@ def _load_tokenizer(path: Path, spec: ModelSpec) -> Tokenizer:
 
 
 def _tokenizer_config(spec: ModelSpec) -> dict[str, Any]:
-    """The values of tokenizer_config.json for a tokenizer without this file."""
+    """Return the values of tokenizer_config.json for a tokenizer that has no such file."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": spec.max_seq_len,
@@ -681,6 +717,7 @@ def _tokenizer_config(spec: ModelSpec) -> dict[str, Any]:
 def _model_card(
     title: str, folder: str, spec: ModelSpec, architectures: list[str], run_note: str, dtype: str, limits: str
 ) -> str:
+    """Return the README.md of the folder; see `export_hf` for the arguments."""
     family = FAMILIES[spec.family]
     loader = "AutoModelForImageTextToText"
     tag = "image-text-to-text"

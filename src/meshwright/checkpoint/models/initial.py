@@ -1,6 +1,6 @@
-"""Initial weights (`model.init`) from a Hugging Face folder or another run's checkpoint, compared with the model first.
+"""Reads initial weights (`model.init`) from a Hugging Face folder or from another run's checkpoint.
 
-A checkpoint of a run with adapters is read as the merged model.
+They are compared with the model first. A checkpoint of a run with adapters is read as the merged model.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ Weights = TypeVar("Weights")
 
 @dataclass(frozen=True)
 class Initial:
-    """The model's initial weights; `read_rows(parameter, start, stop)` returns rows [start, stop) of dimension 0."""
+    """The model's initial weights. `read_rows(parameter, start, stop)` returns rows [start, stop) of dimension 0."""
 
     read_rows: ReadRows
     notes: tuple[str, ...] = ()
-    """Sentences for the user: settings in the folder's config.json that this program ignores, or damaged newer checkpoints."""
+    """Sentences for the user: settings in the folder's config.json that are ignored, or newer checkpoints that are damaged."""
     without_score: bool = False
-    """Whether these are a language model's weights for a model with a score, whose own weight they do not have."""
+    """Whether these are a language model's weights for a reward model. They lack the score's weight."""
 
 
 @contextmanager
 def initial_weights(spec: ModelSpec, init: str, key: str = "model.init") -> Iterator[Initial | None]:
-    """The weights that `init` (the value of a run's `key`) names, open within a `with` block; None for `scratch`.
+    """Yield the weights that `init` names; they are open within the `with` block. Yields None for `scratch`.
 
-    Raises BadInput when they do not exist or do not fit the model, and Damaged when a file is damaged.
+    `init` is the value of a run's `key`: `hf:FOLDER`, `checkpoint:FOLDER` or `scratch`. Raises BadInput if the weights do
+    not exist or do not fit the model, and Damaged if a file is damaged.
     """
     source, _, folder = init.partition(":")
     spec = without_adapter(spec)
@@ -71,7 +72,10 @@ def initial_weights(spec: ModelSpec, init: str, key: str = "model.init") -> Iter
 def _initial(
     named: str, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], read_rows: ReadRows, notes: tuple[str, ...]
 ) -> Initial:
-    """The stored weights of these shapes as those of `spec`. A reward model begins with a language model's but for its head's."""
+    """Return the stored weights as the initial weights of `spec`. `shapes` are their shapes by name.
+
+    A reward model may begin with a language model's weights, except those of the head. `named` begins error messages.
+    """
     if spec.head != "score" or SCORE in shapes:
         _check_shapes(named, spec, shapes)
         return Initial(read_rows, notes)
@@ -84,35 +88,33 @@ def _initial(
 
 @contextmanager
 def base_weights(spec: ModelSpec, init: str, seed: int) -> Iterator[Initial]:
-    """The frozen weights of a run with adapters: those that `init` names, or random ones of the run's seed."""
+    """Yield the frozen weights of a run with adapters: those that `init` names, or random ones from the run's seed."""
     with initial_weights(spec, init) as initial:
         yield Initial(random_base(seed)) if initial is None else initial
 
 
 @dataclass(frozen=True)
 class CheckpointWeights:
-    """The weights of an open checkpoint; of a run with adapters merged ones, as fp32.
-
-    `names` are the tensors of the checkpoint that were read for them.
-    """
+    """The weights of an open checkpoint. Of a run with adapters they are the merged weights, in fp32."""
 
     reader: CheckpointReader
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of each parameter by name."""
     read_rows: ReadRows
     names: tuple[str, ...]
+    """Names of the checkpoint's tensors that the weights consist of."""
 
     def verify(self) -> None:
-        """Read all weights of the checkpoint and raise Damaged if a byte differs from what was written."""
+        """Read all weights of the checkpoint. Raises Damaged if a byte differs from what was written."""
         self.reader.verify(self.names)
 
 
 @contextmanager
 def checkpoint_weights(path: Path, prefix: str = "model") -> Iterator[CheckpointWeights]:
-    """The weights of one checkpoint, or with the prefix `ema` the averages.
+    """Yield the weights of one checkpoint; with the prefix `ema` the moving averages.
 
-    Adapters are merged into their base, which the checkpoint's `config.yaml` names. Raises BadInput if that is not there or has other
-    weights than those beside which the adapters were trained.
+    Adapters are merged into their base, which the checkpoint's `config.yaml` names. Raises BadInput if the base does not
+    exist, or if it has other weights than those with which the adapters were trained.
     """
     with CheckpointReader(path) as reader:
         names = tuple(reader.names(f"{prefix}."))
@@ -138,13 +140,13 @@ def _base_name(run: RunSpec) -> str:
 
 
 def check_initial(spec: ModelSpec, init: str, key: str = "model.init") -> None:
-    """Raise the error that `initial_weights` would raise, before training starts."""
+    """Raise the error that `initial_weights` would raise, so that it appears before training starts."""
     with initial_weights(spec, init, key):
         pass
 
 
 def _find_weights(named: str, find: Callable[[Path], Weights], folder: str) -> Weights:
-    """Call `find` with the folder; a BadInput begins with `named`, the key and its value."""
+    """Call `find` with the folder. If it raises BadInput, the message gets the prefix `named`: the key and its value."""
     try:
         return find(Path(folder))
     except BadInput as error:
@@ -152,9 +154,9 @@ def _find_weights(named: str, find: Callable[[Path], Weights], folder: str) -> W
 
 
 def _check_shapes(named: str, spec: ModelSpec, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise BadInput for the first parameter that only the model or only the stored weights have, or of another shape.
+    """Raise BadInput unless the model's parameters and the stored weights have the same names and shapes.
 
-    The model may have fewer prediction modules.
+    The model may have fewer prediction modules than are stored.
     """
     expected = {parameter.name: parameter.shape for parameter in parameters(spec)}
     further = [name for name in stored if name in expected or not name.startswith("predictions.")]

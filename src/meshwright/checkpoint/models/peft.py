@@ -1,7 +1,8 @@
-"""Adapters in the files of peft: `adapter_config.json` and `adapter_model.safetensors`, read and written.
+"""Reads and writes adapters in peft's files: `adapter_config.json` and `adapter_model.safetensors`.
 
-peft (huggingface/peft) names a layer's A `base_model.model.NAME.lora_A.weight` and its B `….lora_B.weight`, where NAME is the layer in the
-model's folder. A key of its config that this program does not know is refused unless it is empty: it may change what is computed.
+peft (huggingface/peft) stores a layer's A as `base_model.model.NAME.lora_A.weight`, and its B as `….lora_B.weight`. NAME is
+the layer's name in the model's folder. A key of adapter_config.json that this program does not know may change what is
+computed. So it is refused unless its value is empty.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from meshwright.spec.model import SCORE, ModelSpec, with_score, without_adapter
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+"""The beginning of all tensor names in peft's files."""
 DIGEST = "meshwright_base"
-"""Key of the base's digest in the metadata of the weights' file, which peft does not read."""
+"""Key of the base's digest in the metadata of the weights' file. peft does not read it."""
 WITHOUT_EFFECT = frozenset(
     {
         "auto_mapping",
@@ -45,22 +47,23 @@ WITHOUT_EFFECT = frozenset(
         "revision",
         "runtime_config",
         "task_type",
-        # How adapters were drawn; their values are in the file.
+        # How adapters were initialised; their values are in the file.
         "corda_config",
         "eva_config",
         "init_lora_weights",
         "loftq_config",
         "lora_ga_config",
-        # Which layers have adapters: the names in the file say it.
+        # Which layers have adapters; the names of the tensors say it.
         "ensure_weight_tying",
         "exclude_modules",
         "layers_pattern",
         "layers_to_transform",
         "target_modules",
-        # Read with `use_qalora` only, which is refused.
+        # Only read with `use_qalora`, which is refused.
         "qalora_group_size",
     }
 )
+"""Keys of adapter_config.json that do not change what a stored adapter computes."""
 READ = frozenset(
     {
         "alpha_pattern",
@@ -75,21 +78,22 @@ READ = frozenset(
         "use_rslora",
     }
 )
+"""Keys of adapter_config.json that this program reads."""
 
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """The adapters in a folder."""
+    """The adapters in a folder, for one model."""
 
     deltas: Deltas
     base: str | None
-    """Digest of the base beside which they were trained, if this program wrote them."""
+    """Digest of the base with which they were trained, if this program wrote them; else None."""
     notes: tuple[str, ...] = ()
     """Sentences for the user about settings that are not used."""
 
 
 def read_peft(folder: Path, spec: ModelSpec) -> StoredAdapter:
-    """The adapters in a folder that peft or this program wrote, for the model of `spec`.
+    """Return the adapters in a folder that peft or this program wrote, for the model `spec`.
 
     Raises BadInput for a setting or a tensor that the model has no place for, and Damaged for unreadable files.
     """
@@ -117,9 +121,11 @@ def read_peft(folder: Path, spec: ModelSpec) -> StoredAdapter:
 def write_peft(
     folder: Path, spec: ModelSpec, read: Callable[[str], Tensor], *, base_name: str, base: str | None
 ) -> None:
-    """Write the adapters of `spec`, whose parameters `read` returns by name, as a folder that peft loads.
+    """Write the adapters of `spec` as a folder that peft loads. `read(name)` returns a parameter of the adapters.
 
-    `base_name` is the folder of the model as peft's `base_model_name_or_path`, `base` the digest of its weights. Tensors keep their dtype.
+    `base_name`: the base model's folder, for peft's `base_model_name_or_path`. `base`: the digest of its weights, or None.
+    Tensors keep their dtype. Raises BadInput if `folder` exists and is not empty, or if peft's files cannot represent
+    the adapters (of stacked experts).
     """
     adapter = spec.adapter
     names = _layers(without_adapter(spec))
@@ -162,7 +168,8 @@ def write_peft(
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt"} | ({} if base is None else {DIGEST: base})
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, metadata=metadata)
-    write_durable(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")  # last: it makes the folder one
+    # The config is written last, because it makes the folder one that can be loaded.
+    write_durable(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _plain_number(value: float) -> float | int:
@@ -170,6 +177,7 @@ def _plain_number(value: float) -> float | int:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    """Return the contents of adapter_config.json. Raises BadInput for values that this program cannot follow."""
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise BadInput(f"{path}: peft_type: expected 'LORA', got {config.get('peft_type')!r}")
@@ -192,7 +200,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_pattern(patterns: Any, where: str) -> None:
-    """Raise BadInput unless `patterns` are regular expressions with positive numbers, or nothing."""
+    """Raise BadInput unless `patterns` is None, or a table of regular expressions with positive numbers."""
     if patterns is None:
         return
     if not isinstance(patterns, Mapping):
@@ -210,7 +218,7 @@ def _check_pattern(patterns: Any, where: str) -> None:
 
 
 def _layers(spec: ModelSpec) -> dict[str, tuple[str, HFTensor]]:
-    """Every matrix of the model's folder by its name without `.weight`: our parameter, and its rows of it."""
+    """Return every matrix of the model's folder by its name without `.weight`: our parameter, and the rows that it has."""
     return {
         part.name.removesuffix(".weight"): (parameter, part)
         for parameter, parts in hf_tensors(spec).items()
@@ -220,6 +228,7 @@ def _layers(spec: ModelSpec) -> dict[str, tuple[str, HFTensor]]:
 
 
 def _deltas(tensors: Mapping[str, Tensor], spec: ModelSpec, config: Mapping[str, Any], path: Path) -> Deltas:
+    """Return the adapters in `tensors`, the contents of `path`, by the name of our parameter."""
     layers = _layers(spec)
     by_layer: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -237,7 +246,10 @@ def _deltas(tensors: Mapping[str, Tensor], spec: ModelSpec, config: Mapping[str,
 
 
 def _split(name: str, path: Path) -> tuple[str, str]:
-    """The layer of a tensor and which of its tensors it is: `lora_A`, `lora_B`, `lora_magnitude_vector` or `saved`."""
+    """Return the layer of a tensor's name, and which of the layer's tensors it is.
+
+    The second value is `lora_A`, `lora_B`, `lora_magnitude_vector`, or `saved` for a whole weight.
+    """
     match = re.fullmatch(
         re.escape(PREFIX) + r"(?P<layer>.+?)\.(?P<kind>lora_A\.weight|lora_B\.weight|lora_magnitude_vector|weight)",
         name,
@@ -251,6 +263,7 @@ def _split(name: str, path: Path) -> tuple[str, str]:
 
 
 def _delta(own: Mapping[str, Tensor], layer: str, part: HFTensor, config: Mapping[str, Any], path: Path) -> Delta:
+    """Return the adapter of one layer from its tensors `own`. `part` says which rows of our parameter the layer is."""
     outputs, inputs = part.shape[::-1] if part.transposed else part.shape
     if "saved" in own:
         saved = own["saved"]
@@ -281,6 +294,9 @@ def _delta(own: Mapping[str, Tensor], layer: str, part: HFTensor, config: Mappin
 
 
 def _of_pattern(patterns: Mapping[str, Any] | None, layer: str, default: Any) -> Any:
-    """The value of the first pattern that matches a layer's name, as peft matches: a regular expression of its end."""
+    """Return the value of the first pattern that matches a layer's name, else `default`.
+
+    As in peft, a pattern is a regular expression for the end of the name.
+    """
     matches: Iterator[Any] = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", layer))
     return next(matches, default)

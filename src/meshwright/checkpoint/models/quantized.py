@@ -1,6 +1,7 @@
-"""A weight that a Hugging Face folder stores quantised: finds its tensors, checks their headers, and reads rows of it.
+"""A quantised weight in a Hugging Face folder: finds its tensors, checks their headers, and reads its rows.
 
-Which scheme a weight has, its tensors tell; config.json says which schemes a folder may have (`families.quantization`), and must agree.
+config.json says which schemes a folder may have (`families.quantization`). The tensors of a weight tell which of these
+schemes it has.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from meshwright.spec.folder_files import parse_json
 from meshwright.spec.weight_scheme import FP8_BLOCK, MAP_SIZE, StoredTensor, WeightScheme
 
 STATE_BYTES = 4096
-"""Most bytes of the record that bitsandbytes keeps with a weight."""
+"""Largest size in bytes of the record that bitsandbytes stores with a weight."""
 _LARGEST_BLOCK = 1 << 20
 
 
 class Slice(Protocol):
-    """A tensor in a safetensors file, of which parts can be read."""
+    """A tensor in a safetensors file. Indexing reads a part of it."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -45,22 +46,22 @@ class Slice(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of a folder."""
+    """Access to the tensors of a folder."""
 
     read: Callable[[str], Slice]
-    """A tensor by name. Raises Damaged if its file cannot be read."""
+    """Returns a tensor by name. Raises Damaged if its file cannot be read."""
     where: Callable[[str], str]
-    """Name of a tensor's file, for messages."""
+    """Returns the path of a tensor's file, for messages."""
     device: torch.device
     """Where weights are unpacked."""
 
     def tensor(self, name: str, *index: slice) -> Tensor:
-        """A tensor, or a part of it, on the device."""
+        """Return a tensor, or the part `index` of it, on the device."""
         stored = self.read(name)
         return (stored[index] if index else stored[...]).to(self.device)
 
     def check(self, name: str, part: StoredTensor, scheme: WeightScheme) -> None:
-        """Raise BadInput or Damaged unless the header of a tensor is as its scheme says."""
+        """Raise BadInput or Damaged unless the tensor `name` has a dtype and a shape that its scheme allows."""
         stored = self.read(name)
         dtype = stored.get_dtype()
         shape = tuple(stored.get_shape())
@@ -77,7 +78,10 @@ class Stored:
 
 @dataclass
 class StoredWeight:
-    """A weight `(out, in)`, or `(experts, out, in)` if the folder stacks them, in the tensors `names` by the end of their name."""
+    """A quantised weight `(out, in)`, or `(experts, out, in)` if the folder stacks its experts.
+
+    `names` has the full name of each of its tensors by the end of the name, such as `.weight_scale`.
+    """
 
     scheme: WeightScheme
     names: Mapping[str, str]
@@ -87,19 +91,19 @@ class StoredWeight:
 
     @property
     def bytes(self) -> int:
-        """Bytes in the folder."""
+        """Bytes of the weight in the folder."""
         headers = map(self.stored.read, self.names.values())
         return sum(math.prod(each.get_shape()) * ITEM_BYTES[each.get_dtype()] for each in headers)
 
     def check(self) -> None:
-        """Read what describes the others: the shape of the weight. Raises Damaged if it is another."""
+        """Read the tensor that stores the weight's shape, if there is one. Raises Damaged if it is another shape."""
         if (name := self.names.get(self.scheme.shape_name or "")) is not None:
             found = tuple(self.stored.read(name)[...].tolist())
             if found != self.shape:
                 raise Damaged(f"{self.stored.where(name)}: {name}: expected {self.shape} by config.json, got {found}")
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Rows [first, last) in fp32; of stacked experts these are experts `(last - first, out, in)`."""
+        """Return rows [first, last) in fp32, `(last - first, in)`. Of stacked experts: `(last - first, out, in)`."""
         numbers = self._numbers(first, last)
         inputs = self.shape[-1]
         return scaled(
@@ -107,9 +111,9 @@ class StoredWeight:
         )
 
     def rounded_rows(self, first: int, last: int) -> RoundedMatrix:
-        """Rows [first, last) as stored: 8-bit numbers, and a scale for each output or block. Only for schemes that are `native`.
+        """Return rows [first, last) as stored: 8-bit values, with a scale per output or block. Only for `native` schemes.
 
-        Of a weight in blocks the first row is that of a block.
+        If the weight has scales per block, `first` must be the first row of a block.
         """
         assert self.scheme.native is not None
         scale = self._scale(first, last).contiguous()
@@ -122,7 +126,7 @@ class StoredWeight:
         return self.stored.tensor(self.names[end], slice(first, last))
 
     def _numbers(self, first: int, last: int) -> Tensor:
-        """The elements `(rows, in)` before zero points and scales: unsigned if packed integers."""
+        """Return the stored elements `(rows, in)` before zero points and scales. Packed integers are unsigned."""
         scheme = self.scheme
         end = self.scheme.values
         inputs = self.shape[-1]
@@ -140,7 +144,7 @@ class StoredWeight:
         return self._by_output(end, first, last)
 
     def _by_output(self, end: str, first: int, last: int) -> Tensor:
-        """Outputs [first, last) `(rows, …)` of numbers `(…, outputs)` that are packed along outputs."""
+        """Return the outputs [first, last) as rows `(last - first, …)`, of elements `(…, outputs)` packed along outputs."""
         bits = self.scheme.bits
         awq = self.scheme.packing == "output words"
         count = 32 // bits
@@ -152,7 +156,10 @@ class StoredWeight:
         return numbers[:, first - start * count : last - start * count].t()
 
     def _zeros(self, first: int, last: int) -> Tensor | None:
-        """Zero points `(rows, groups)` in fp32; those of symmetric packed integers are half their range."""
+        """Return the zero points `(rows, groups)` in fp32, or None.
+
+        Packed integers without stored zero points are symmetric: their zero point is half of their range.
+        """
         scheme = self.scheme
         if scheme.zeros is None:
             packed = scheme.packing in ("words", "input words", "output words")
@@ -170,7 +177,7 @@ class StoredWeight:
         return ((zeros + scheme.zero_offset) & ((1 << scheme.bits) - 1)).float()
 
     def _scale(self, first: int, last: int) -> Tensor:
-        """Scales `(rows, groups)` in fp32, times or divided by the factor of the weight."""
+        """Return the scales `(rows, groups)` in fp32, including the factor of the whole weight, if there is one."""
         scheme = self.scheme
         end = next(name for name in scheme.scales if name in self.names)
         scale = self._grid(end, first, last)
@@ -181,7 +188,7 @@ class StoredWeight:
         return scale
 
     def _grid(self, end: str, first: int, last: int) -> Tensor:
-        """The scales or zero points of rows [first, last), `(rows, groups)`."""
+        """Return the stored scales or zero points `(rows, groups)` of rows [first, last)."""
         name = self.names[end]
         height = self.scheme.block[0]
         if self.scheme.packing in ("input words", "output words"):
@@ -190,13 +197,13 @@ class StoredWeight:
             return self._tensor(end, first, last)
         if height == 0:
             return for_rows(self.stored.tensor(name).reshape(1, -1), 0, first, last)
-        if not self.stored.read(name).get_shape():  # a weight of one block
+        if not self.stored.read(name).get_shape():  # a scalar: the whole weight is one block
             return for_rows(self.stored.tensor(name).reshape(1, 1), height, first, last)
         grid = self.stored.tensor(name, slice(first // height, -(-last // height)))
         return for_rows(grid.reshape(len(grid), -1), height, first, last)
 
     def _groups(self) -> Tensor | None:
-        """The group of each input, if the folder has such an index. Raises Damaged if one is out of range."""
+        """Return the group of each input, if the folder stores such an index. Raises Damaged if one is out of range."""
         if (name := self.names.get(self.scheme.index or "")) is None:
             return None
         if self._index is None:
@@ -213,16 +220,25 @@ class StoredWeight:
 
 @dataclass
 class MappedWeight(StoredWeight):
-    """A weight of bitsandbytes: indices into a table, whose scales may be stored in 8 bits themselves (double quantised)."""
+    """A weight of bitsandbytes: indices into a table of values, times scales.
+
+    The scales may themselves be stored in 8 bits: as indices into a table, times scales of scales, plus an offset
+    ("double quantisation").
+    """
 
     block: int = 0
-    """Weights that share a scale, and scales that share one."""
+    """How many elements of the weight share a scale."""
     nested_block: int = 0
+    """How many scales share a scale; 0 if the scales are fp32."""
     offset: float = 0.0
+    """Added to all scales that are stored in 8 bits."""
 
     @classmethod
     def record(cls, base: str, scheme: WeightScheme, shape: tuple[int, ...], stored: Stored) -> dict[str, Any]:
-        """Fields of the weight, from the record that bitsandbytes keeps with it. Raises Damaged for values that cannot be."""
+        """Return the fields `block` to `offset` from the JSON record that bitsandbytes stores with the weight.
+
+        Raises Damaged if the record is invalid or describes another weight.
+        """
         name = f"{base}{state_end(scheme)}"
         text = stored.read(name)
         where = f"{stored.where(name)}: {name}"
@@ -247,7 +263,10 @@ class MappedWeight(StoredWeight):
 
     @staticmethod
     def parts(scheme: WeightScheme, shape: tuple[int, ...], record: Mapping[str, Any]) -> dict[str, StoredTensor]:
-        """As `WeightScheme.parts`, with the sizes of blocks of `record`, and without the record itself."""
+        """Return the tensors of the weight, as `WeightScheme.parts` does. `record` is the result of the method `record`.
+
+        The tensor of the record itself is not included.
+        """
         count = math.prod(shape)
         scales = -(-count // record["block"])
         found = {
@@ -261,19 +280,21 @@ class MappedWeight(StoredWeight):
         return found
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Rows [first, last) in fp32."""
+        """Return rows [first, last) in fp32, `(last - first, in)`."""
         inputs = self.shape[-1]
         start = first * inputs
         stop = last * inputs
+        # Two elements are in a byte. If the first row begins in the middle of a byte, its first half is cut off.
         pairs = self._tensor(self.scheme.values, start // 2, -(-stop // 2))
         indices = nibbles(pairs.flatten(), high_first=True)[start % 2 :][: stop - start]
+        # The first scale that is needed; `repeat_interleave` then gives each element its scale.
         top = start // self.block
         scale = self._absmax(top, -(-stop // self.block)).repeat_interleave(self.block)[start - top * self.block :]
         table = self.stored.tensor(self.names[".weight.quant_map"])
         return (table[indices.int()] * scale[: stop - start]).view(last - first, inputs)
 
     def _absmax(self, first: int, last: int) -> Tensor:
-        """Scales [first, last)."""
+        """Return the scales [first, last) of the weight in fp32."""
         scale = self._tensor(".weight.absmax", first, last)
         if not self.nested_block:
             return scale
@@ -284,16 +305,17 @@ class MappedWeight(StoredWeight):
 
 
 def state_end(scheme: WeightScheme) -> str:
-    """End of the name of the record of a weight of bitsandbytes."""
+    """Return the end of the name of the tensor in which bitsandbytes stores its record of a weight."""
     return f".weight.quant_state.bitsandbytes__{scheme.name}"
 
 
 def find_weight(
     name: str, shape: tuple[int, ...], files: Mapping[str, str], schemes: Sequence[WeightScheme], stored: Stored
 ) -> StoredWeight | None:
-    """The quantised weight that the folder has in place of plain numbers `name`; None if no scheme has tensors for it.
+    """Return the quantised weight that the folder stores in place of the ordinary weight `name`; None if there is none.
 
-    Raises BadInput or Damaged for tensors that are missing or have other headers than the scheme.
+    `shape` is the weight's shape, `files` the file of each tensor in the folder, `schemes` the schemes that config.json
+    allows. Raises BadInput or Damaged if tensors of a scheme are missing or have other dtypes or shapes than it requires.
     """
     base = name.removesuffix(".weight")
     stacked = not name.endswith(".weight")
@@ -314,6 +336,10 @@ def find_weight(
 def _weight(
     base: str, shape: tuple[int, ...], files: Mapping[str, str], scheme: WeightScheme, stored: Stored
 ) -> StoredWeight:
+    """Return the weight `base` stored by one scheme, after checking its tensors.
+
+    Raises BadInput or Damaged if a tensor is missing or has another dtype or shape than the scheme requires.
+    """
     record: dict[str, Any] = {}
     if scheme.packing == "flat":
         _require(base + state_end(scheme), files, scheme, stored, base + scheme.values)
@@ -325,6 +351,7 @@ def _weight(
     for end, part in parts.items():
         name = base + end
         if end in scheme.scales:
+            # A scheme may have several names for its scales. The first name that the folder has is used.
             several = [other for other in scheme.scales if base + other in files]
             if end != (several[0] if several else scheme.scales[0]):
                 continue

@@ -1,4 +1,4 @@
-"""Loads a model onto one device, for inference and evaluation: no process group, no shards."""
+"""Loads a model onto one device, for inference and evaluation, without a process group and without shards."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def load_model(
     adapter: Path | None = None,
     scores: bool | None = False,
 ) -> Decoder:
-    """The model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
+    """Return the model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
 
-    It has at most so many of its modules that predict further tokens; `contents` and `adapter` are those of `open_model`.
+    The model has at most `predictions` of the stored modules that predict further tokens. `contents` and `adapter` are those
+    of `open_model`. `scores`: True expects a reward model, False a language model, None accepts both.
 
-    With `scores` it is a reward model, without a language model, with None any of them. Raises BadInput when it is not, and Damaged when a
-    checkpoint does not match its manifest.
+    Raises BadInput if the folder has another kind of model, and Damaged if a checkpoint does not match its manifest.
     """
     with open_model(folder, contents=contents, predictions=predictions, adapter=adapter) as stored:
         if scores is not None:
@@ -39,9 +39,9 @@ def load_model(
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give parameters and buffers on the meta device uninitialised memory on another.
+    """Give the parameters and buffers of `model`, which are on the meta device, uninitialised memory on `device`.
 
-    `Module.to_empty` does so too, but imports symbolic shapes and SymPy, which takes a second of a server's start.
+    `Module.to_empty` does the same, but imports symbolic shapes and SymPy, which adds a second to a server's start.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -52,7 +52,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def device_and_dtype() -> tuple[torch.device, torch.dtype]:
-    """The device and dtype to use: a GPU in bf16, else the CPU in fp32."""
+    """Return the device and dtype to use: a GPU in bf16 if there is one, else the CPU in fp32."""
     if torch.cuda.is_available():
         return torch.device("cuda", 0), torch.bfloat16
     return torch.device("cpu"), torch.float32

@@ -1,4 +1,4 @@
-"""A model on disk: its dimensions, and its weights by rows. For inference and evaluation."""
+"""A model on disk for inference and evaluation: its dimensions, and its weights by rows."""
 
 from __future__ import annotations
 
@@ -30,29 +30,36 @@ log = logging.getLogger("meshwright")
 
 
 NO_FORMATS: Mapping[str, LayerFormat] = {}
+"""For `StoredModel.tensors`: no parameter is read in 8 bits."""
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """An open model. `read_rows(parameter, start, stop)` returns rows [start, stop) of dimension 0, on the CPU."""
+    """An open model. `read_rows(parameter, start, stop)` returns rows [start, stop) of dimension 0, on the CPU.
+
+    Rows of quantised weights are on the device on which `open_model` unpacks them.
+    """
 
     spec: ModelSpec
     read_rows: Callable[[ParameterSpec, int, int], torch.Tensor]
     verify: Callable[[], None]
-    """Reads all weights of a checkpoint and raises Damaged if a byte differs from what was written.
+    """Reads all weights of a checkpoint. Raises Damaged if a byte differs from what was written.
 
-    A Hugging Face folder has no digests; its headers and sizes were checked when it was opened.
+    For a Hugging Face folder it does nothing: such a folder has no digests, and its headers and sizes were checked when it
+    was opened.
     """
 
     quantised: HFReader | None = None
-    """Reader of a Hugging Face folder with quantised weights, which are also read as stored."""
+    """The reader of a Hugging Face folder with quantised weights, which can also be read as stored; else None."""
 
     def tensors(
         self, part: AxisPart = WHOLE, experts: AxisPart = WHOLE, formats: Mapping[str, LayerFormat] = NO_FORMATS
     ) -> Iterator[tuple[str, torch.Tensor | RoundedMatrix]]:
-        """Yields name and value of each parameter: of all, or of the part of a tensor or expert rank of the inference engine.
+        """Yield the name and value of each parameter, or of the part that a rank of the inference engine needs.
 
-        Parameters in `formats` that the folder stores in that format are yielded as stored, others expanded.
+        `part` is the rank's part along the tensor-parallel axis, `experts` along the expert-parallel axis. `formats` has
+        the 8-bit format in which a parameter is wanted. If the folder stores it in that format, it is yielded as stored;
+        all other parameters are yielded as ordinary tensors.
         """
         for parameter in parameters(self.spec):
             if not (pieces := rank_pieces(self.spec, parameter, part, experts)):
@@ -64,13 +71,16 @@ class StoredModel:
                 yield parameter.name, self._combined(parameter, pieces)
 
     def format_of(self, name: str, ranks: int = 1) -> LayerFormat | None:
-        """The 8-bit format in which the folder stores a parameter, for each of so many tensor ranks; None if it does not."""
+        """Return the 8-bit format in which the folder stores a parameter for each of `ranks` tensor ranks; else None."""
         if self.quantised is None or self.cuts_blocks(name, ranks):
             return None
         return self.quantised.native(self._parameters[name])
 
     def cuts_blocks(self, name: str, ranks: int = 1) -> bool:
-        """Whether a parameter is stored in blocks and a block belongs to several tensor ranks, or begins within one of the fused weight."""
+        """Return whether blocks of a parameter would have to be cut to divide it among `ranks` tensor ranks.
+
+        A block of 128 × 128 is cut if it belongs to several ranks, or if one of the fused weights begins within it.
+        """
         parameter = self._parameters[name]
         if self.quantised is None or self.quantised.native(parameter) != "fp8 blocks":
             return False
@@ -87,21 +97,24 @@ class StoredModel:
 
     @torch.no_grad()
     def copy_to(self, model: Decoder, part: AxisPart = WHOLE, experts: AxisPart = WHOLE) -> None:
-        """Copy the weights into the parameters of `model`, in place; the parts are those of `tensors`."""
+        """Copy the weights into the parameters of `model`, in place. `part` and `experts` are those of `tensors`."""
         weights = dict(model.named_parameters())
         for name, value in self.tensors(part, experts):
             assert isinstance(value, torch.Tensor), "without `formats`"
             weights[name].copy_(value)
 
     def _combined(self, parameter: ParameterSpec, pieces: Sequence[ParameterBox]) -> torch.Tensor:
-        """Pieces that follow one another along one dimension, as one tensor."""
+        """Read pieces of a parameter and join them along the dimension in which they follow each other."""
         values = [_narrowed(self.read_rows(parameter, *_rows_of(piece)), piece) for piece in pieces]
         return _joined(values, parameter)
 
     def _rounded(
         self, parameter: ParameterSpec, pieces: Sequence[ParameterBox], number_format: LayerFormat
     ) -> RoundedMatrix:
-        """As `_combined`, as stored. An output's scale is that of all its inputs; blocks are whole."""
+        """Return the same as `_combined`, in the 8-bit format as stored.
+
+        An output has one scale for all its inputs, or blocks are not cut (`cuts_blocks`).
+        """
         assert self.quantised is not None
         values = []
         scales = []
@@ -117,12 +130,12 @@ class StoredModel:
 
 
 def _rows_of(piece: ParameterBox) -> tuple[int, int]:
-    """The first row of a piece, and the row after the last."""
+    """Return the first row of a piece, and the row after the last one."""
     return piece.offsets[0], piece.offsets[0] + piece.sizes[0]
 
 
 def _narrowed(rows: torch.Tensor, piece: ParameterBox, *, last: bool = True) -> torch.Tensor:
-    """The rows of a piece cut to its other dimensions, without `last` all but the last."""
+    """Cut the rows of a piece to its other dimensions; without `last` not in the last dimension."""
     cuts = list(enumerate(zip(piece.offsets, piece.sizes, strict=True)))[1:]
     for dim, (start, size) in cuts if last else cuts[:-1]:
         rows = rows.narrow(dim, start, size)
@@ -142,13 +155,15 @@ def open_model(
     adapter: Path | None = None,
     device: torch.device = CPU,
 ) -> Iterator[StoredModel]:
-    """The model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
+    """Yield the model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
 
-    Of the modules that predict further tokens it has the first `predictions`, or all if there are fewer: only speculative decoding uses
-    them. `adapter` is merged into the weights: a folder in peft's files, or a run or a checkpoint with adapters. With `contents` a
-    checkpoint is good if all its bytes are; else by the names and sizes of its files. Quantised weights are unpacked on `device`, where
-    their rows then are. Raises BadInput if the
-    folder is none of these, and Damaged if no checkpoint is good.
+    `contents`: True checks all bytes to find a good checkpoint; False only names and sizes of files.
+    `predictions`: the model gets the first `predictions` of its modules that predict further tokens, or all if it has
+        fewer. Only speculative decoding uses them.
+    `adapter`: adapters that are merged into the weights: a folder with peft's files, or a run or checkpoint with adapters.
+    `device`: where quantised weights are unpacked, and where their rows then are.
+
+    Raises BadInput if the folder is none of these, and Damaged if no checkpoint is good.
     """
     if (folder / "config.json").exists():
         spec, weights = import_hf(folder, CPU if adapter is not None else device)
@@ -163,7 +178,7 @@ def open_model(
 
 
 def check_head(spec: ModelSpec, folder: Path, *, scores: bool = False) -> None:
-    """Raise BadInput for a reward model where text is computed, and with `scores` for any other."""
+    """Raise BadInput for a reward model, as it cannot write text; with `scores` for a model that is no reward model."""
     if scores and spec.head != "score":
         raise BadInput(f"{folder}: is a language model; expected a reward model, as preference.loss: reward trains it")
     if not scores and spec.head == "score":
@@ -173,7 +188,7 @@ def check_head(spec: ModelSpec, folder: Path, *, scores: bool = False) -> None:
 
 
 def _with_adapter(base: StoredModel, adapter: Path | None, folder: Path) -> StoredModel:
-    """The model with an adapter merged into it."""
+    """Return the model with the adapters in the folder `adapter` merged into it, or unchanged if that is None."""
     if adapter is None:
         return base
     stored = open_adapter(adapter, base.spec)
@@ -186,7 +201,10 @@ def _with_adapter(base: StoredModel, adapter: Path | None, folder: Path) -> Stor
 
 
 def open_adapter(folder: Path, spec: ModelSpec) -> StoredAdapter:
-    """The adapters in `folder` for the model `spec`: in peft's files, or the newest good checkpoint of a run with adapters."""
+    """Return the adapters in `folder` for the model `spec`.
+
+    They are in peft's files, or in the newest good checkpoint of a run with adapters. Raises BadInput if there are none.
+    """
     if (folder / CONFIG).exists():
         return read_peft(folder, spec)
     checkpoint = newest_checkpoint(folder, contents=False)
@@ -198,7 +216,7 @@ def open_adapter(folder: Path, spec: ModelSpec) -> StoredAdapter:
 
 
 def check_adapters(spec: ModelSpec) -> tuple[str, ...]:
-    """Raise the error that a start from `spec.adapter.init` would raise; returns sentences about settings that are not used."""
+    """Raise the error that a start with `spec.adapter.init` would raise. Return sentences about settings that are not used."""
     if spec.adapter is None or spec.adapter.init is None:
         return ()
     try:
@@ -210,5 +228,5 @@ def check_adapters(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def _with_predictions(spec: ModelSpec, most: int) -> ModelSpec:
-    """The model with its first `most` prediction modules."""
+    """Return the model with only its first `most` prediction modules."""
     return replace(spec, prediction_depth=min(spec.prediction_depth, most))

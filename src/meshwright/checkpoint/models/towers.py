@@ -1,6 +1,7 @@
-"""Keeps what a folder has beside its text model, such as a vision tower and its projector, so that exports have it again.
+"""Keeps the tensors of a Hugging Face folder that do not belong to its text model, so that exports can include them.
 
-The folder `towers` beside a run's tokenizer has the tensors, bytes unchanged, the whole config.json, and the settings of images.
+Such tensors are, for example, a vision tower and its projector. They are stored in the folder `towers` next to a run's
+tokenizer: the tensors with unchanged bytes, the whole config.json, and the settings of images.
 """
 
 from __future__ import annotations
@@ -29,34 +30,35 @@ from meshwright.spec.folder_files import JSON_BYTES, read_folder_file
 RECORD = "config.json"
 TENSORS = "towers.safetensors"
 SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files of such a folder about images and sound."""
+"""Files with settings of images and sound, in the folder of such a model."""
 PIECE_BYTES = 64 << 20
-"""Bytes of a tensor that are in memory at a time."""
+"""Number of bytes of a tensor that are in memory at a time."""
 QUANTISED = ("F8_E4M3", "F8_E8M0", "I8", "U8", "I32")
-"""dtypes of tensors that mean nothing without scales, or without the words of config.json."""
+"""dtypes of quantised tensors. They mean nothing without their scales, or without what config.json says about them."""
 _NESTING = "meshwright_text_part"
-"""Key of the kept config.json with the fields of a Nesting."""
+"""Key of the kept config.json with the fields of `Nesting`."""
 
 
 @dataclass(frozen=True)
 class Towers:
-    """What is kept of a folder beside its text model."""
+    """The tensors and settings of a folder that do not belong to its text model."""
 
     folder: Path
     config: Mapping[str, Any]
-    """The whole config.json."""
+    """The whole config.json, of text model and towers."""
     nesting: Nesting
+    """Where the text model's tensors are in the folder."""
     files: Mapping[str, Path]
-    """File of each tensor by name."""
+    """The file of each tensor by name."""
     entries: Mapping[str, TensorEntry]
-    """Each tensor's place in its file."""
+    """Position, dtype and shape of each tensor in its file."""
 
     def tensors(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
-        """Each tensor's name, and its bytes, at most `PIECE_BYTES` at a time."""
+        """Yield each tensor's name, and an iterator over its bytes, at most `PIECE_BYTES` at a time."""
         return ((name, _pieces(self.files[name], entry)) for name, entry in self.entries.items())
 
     def copy_settings(self, folder: Path) -> None:
-        """Copy the settings of images into a Hugging Face folder."""
+        """Copy the files with settings of images and sound into a Hugging Face folder."""
         _copy_settings(self.folder, folder)
 
 
@@ -69,9 +71,10 @@ def _pieces(path: Path, entry: TensorEntry) -> Iterator[memoryview]:
 
 
 def keep_towers(source: Path, names: Collection[str], read: Callable[[str], Tensor], folder: Path) -> None:
-    """Write `folder`/towers from a Hugging Face folder whose tensors `names`, which `read` returns, are not of its text model.
+    """Write `folder`/towers from the Hugging Face folder `source`.
 
-    Raises OutOfResources if the disk is too full. An interrupted call leaves no folder of this name.
+    `names` are the tensors that do not belong to the text model, and `read(name)` returns one. Raises OutOfResources if the
+    disk is too full. An interrupted call leaves no folder of this name.
     """
     headers = [TensorHeader(name, dtype_name((tensor := read(name)).dtype), tuple(tensor.shape)) for name in names]
     headers.sort(key=lambda header: -ITEM_BYTES[header.dtype])  # every tensor is aligned then
@@ -94,7 +97,7 @@ def keep_towers(source: Path, names: Collection[str], read: Callable[[str], Tens
 
 
 def copy_towers(source: Path, folder: Path) -> None:
-    """Copy the towers of another run, if it has any; files are linked where the disk can do that."""
+    """Copy the towers of another run, if it has any. Files are hard links where the disk supports that."""
     if (kept := _kept(source)) is None or (folder / TOWERS).exists():
         return
     partial = folder / f".{TOWERS}.{os.getpid()}.partial"
@@ -103,7 +106,7 @@ def copy_towers(source: Path, folder: Path) -> None:
 
 
 def read_towers(folder: Path) -> Towers | None:
-    """The towers of a run or of one of its checkpoints; None without. Raises Damaged if files are missing or were cut off."""
+    """Return the towers of a run or of one of its checkpoints, or None. Raises Damaged if files are missing or cut off."""
     if (kept := _kept(folder)) is None:
         return None
     config = dict(read_json(kept / RECORD))
@@ -117,7 +120,7 @@ def read_towers(folder: Path) -> Towers | None:
 
 
 def towers_beside(folder: Path, files: Mapping[str, str], nesting: Nesting) -> Towers:
-    """What a Hugging Face folder has beside its text model: the tensors `files`, by name."""
+    """Return the towers in a Hugging Face folder. `files` has the file of each tensor that is not of the text model."""
     paths = {name: Path(os.path.realpath(folder / file)) for name, file in files.items()}
     entries: dict[str, TensorEntry] = {}
     for path in dict.fromkeys(paths.values()):
@@ -126,15 +129,17 @@ def towers_beside(folder: Path, files: Mapping[str, str], nesting: Nesting) -> T
 
 
 def towers_sentence(names: Collection[str]) -> str:
-    """What a user reads about the tensors beside the text model."""
+    """Return the sentence for the user on the tensors that do not belong to the text model."""
     if not names:
         return "no tensors beside the text model: an export needs --text-only"
+    # Count tensors by the first part of their names, such as `visual`, without a leading `model.`.
     groups = Counter(name.partition(".")[0] if not name.startswith("model.") else name.split(".")[1] for name in names)
     listed = ", ".join(f"{count} of {group}" for group, count in groups.items())
     return f"only the text model is used; {len(names)} other tensors ({listed}) are kept for exports"
 
 
 def _kept(folder: Path) -> Path | None:
+    """Return the folder `towers` of a run, given the run's folder or one of its checkpoints; None if there is none."""
     homes = (folder.parent.parent if folder.parent.name == "checkpoints" else folder, folder)
     return next((home / TOWERS for home in homes if (home / TOWERS).is_dir()), None)
 
@@ -153,7 +158,10 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def check_tensors(towers: Towers) -> None:
-    """Raise BadInput without tensors, for then a folder of the whole model would lack what its class needs, and for quantised ones."""
+    """Raise BadInput if an export of the whole model is impossible: the towers have no tensors, or quantised ones.
+
+    Without tensors the export would lack what the class of the whole model needs.
+    """
     if not towers.entries:
         raise BadInput(
             f"{towers.folder}: the initial folder had no tensors beside its text model, so the whole model cannot be "

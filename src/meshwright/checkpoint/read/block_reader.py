@@ -1,6 +1,6 @@
-"""Reads each block of a checkpoint once, verifies it, copies it to its destinations, and has it sent to other ranks.
+"""Reads each block of a checkpoint once, verifies it, copies it to the tensors that need it, and passes it to other ranks.
 
-A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`); the manifest has a digest of each.
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`), and the manifest has a digest of each block.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from meshwright.spec.errors import Damaged
 from meshwright.spec.host_limits import usable_cores
 
 READ_THREADS = max(2, min(16, usable_cores()))
+"""Threads of a rank that read blocks."""
 SPARE_BUFFERS = 4
-"""Blocks whose copies to a device may still run while every thread reads another block."""
+"""Buffers in addition to one per thread: for blocks that are still being copied to a device."""
 PART_BYTES = 2 << 20
 """Bytes that are read and then digested at a time.
 
-Few enough for the processor's cache, and enough that threads rarely wait for the GIL.
-
-Reads are limited by the memory bandwidth of each core. A digest of a block that has left the cache makes them a third slower.
+They are few enough to stay in the processor's cache, and enough that threads rarely wait for the GIL. The memory bandwidth
+of each core limits the rate of reads. Digesting a block that has left the cache would make reads a third slower.
 """
 
 
 class BlockFiles:
-    """The files of a checkpoint, read by blocks that are compared with their digests. Thread-safe; close it after use."""
+    """The files of a checkpoint, read by blocks that are compared with their digests. Thread-safe. Close it after use."""
 
     def __init__(self, path: Path, manifest: CheckpointManifest) -> None:
         self.path = path
@@ -63,9 +63,10 @@ class BlockFiles:
         return min(BLOCK_BYTES, self.manifest.files[file].bytes - index * BLOCK_BYTES)
 
     def read_header(self, file: str, read: Callable[[int, Path], bytes]) -> bytes:
-        """The first bytes of a file, as `read(descriptor, path)` returns them, not yet verified.
+        """Return the first bytes of a file, as `read(descriptor, path)` returns them. They are not verified yet.
 
-        They are kept: the `read` method of this class verifies them with their block and does not read them again.
+        The bytes are stored here. The method `read` uses them in place of another read, and verifies them together with
+        the rest of their block.
         """
         try:
             self._headers[file] = read(self._descriptor(file), self.path / file)
@@ -74,7 +75,7 @@ class BlockFiles:
         return self._headers[file]
 
     def read(self, file: str, index: int, target: memoryview) -> None:
-        """Fill `target` with block `index` of `file`. Raises DamagedCheckpoint unless the block is what was written."""
+        """Fill `target` with block `index` of `file`. Raises DamagedCheckpoint unless its digest is the manifest's."""
         read = self.reader(file)
         offset = index * BLOCK_BYTES
         digest = digest_while_filling(target, PART_BYTES, lambda start, end: read(offset + start, target[start:end]))
@@ -82,7 +83,7 @@ class BlockFiles:
             raise DamagedCheckpoint(self.path, [Damage(file, offset, "digest")])
 
     def reader(self, file: str) -> Callable[[int, memoryview], object]:
-        """A function that fills memory with the bytes of `file` from an offset on; they are not verified."""
+        """Return a function (offset, target) that fills `target` with bytes of `file` from `offset` on, without verifying."""
         path = self.path / file
         header = self._headers.get(file, b"")
         try:
@@ -110,9 +111,9 @@ class BlockFiles:
             return self._descriptors[file]
 
     def _as_damage(self, file: str, offset: int, error: Exception) -> Exception:
-        """DamagedCheckpoint if `error` concerns the file, because it is missing or cannot be read.
+        """Return DamagedCheckpoint if `error` concerns the file, because it is missing or cannot be read.
 
-        Another OSError concerns the host, for example a lack of descriptors, and is returned unchanged.
+        Any other OSError concerns the host, for example a lack of descriptors. It is returned unchanged.
         """
         concerns_file = not isinstance(error, OSError) or isinstance(error, FileNotFoundError) or unreadable(error)
         if not concerns_file:
@@ -122,11 +123,11 @@ class BlockFiles:
 
 
 class BlockReader:
-    """Carries out a rank's part of the transfers that `read_plan` plans for all ranks.
+    """Carries out one rank's part of the transfers that `read_plan` plans for all ranks.
 
-    The first error of this rank is kept in `failure`, and the transfers go on without calls of `fill`; otherwise other
-    ranks would wait for blocks that this rank does not send. Blocks are sent
-    from device to device through `device_group` if it is given, else through the CPU group of `ranks`.
+    The first error of this rank is stored in `failure`. The transfers then continue without calls of `fill`, because other
+    ranks would wait for blocks that this rank does not send. Blocks are sent from device to device through
+    `device_group` if it is given, otherwise through the CPU group of `ranks`.
     """
 
     def __init__(
@@ -146,9 +147,9 @@ class BlockReader:
         self._free: queue.SimpleQueue[BlockBuffer] = queue.SimpleQueue()
 
     def run(self, transfers: Sequence[BlockTransfer]) -> None:
-        """Read, receive and send what `transfers`, the plan of all ranks in its order, assigns to this rank.
+        """Read, send and receive this rank's part of `transfers`, the plan of all ranks in its order.
 
-        Raises RuntimeError when another rank is lost.
+        Raises RuntimeError if another rank is lost.
         """
         mine = [transfer for transfer in transfers if transfer.reader == self._ranks.rank]
         sends = self._device_group is not None and any(transfer.receivers for transfer in mine)
@@ -182,10 +183,10 @@ class BlockReader:
             self._free.get().wait_for_copies()
 
     def _read_pending(self, pending: Iterator[BlockTransfer], lock: threading.Lock, sending: SendQueue) -> None:
-        """Read what `pending`, which all reading threads share, has left."""
+        """Read the transfers that are left in `pending`. All reading threads share this iterator."""
         while True:
             done = None
-            with lock:  # buffers go out in the order of the plan, so the next block to send always has one
+            with lock:  # buffers are given out in the order of the plan, so that the next block to send always has one
                 transfer = next(pending, None)
                 if transfer is None:
                     return
@@ -200,6 +201,7 @@ class BlockReader:
                 done.set_result(None)
 
     def _read(self, transfer: BlockTransfer, buffer: BlockBuffer) -> None:
+        """Read one block and copy it: to the device if it will be sent from there, else to this rank's tensors."""
         try:
             buffer.wait_for_copies()
             if self.failure is not None:
@@ -217,7 +219,7 @@ class BlockReader:
             self.failure = self.failure or error
 
     def _fill_received(self, transfer: BlockTransfer, block: Tensor) -> None:
-        """Fill this rank's tensors from a block that another rank or another thread has verified, unless the load has failed."""
+        """Fill this rank's tensors from a block that was verified by its reader, unless this rank's load has failed."""
         try:
             if self.failure is None:
                 self._fill(transfer.file, transfer.index, block)
@@ -226,6 +228,6 @@ class BlockReader:
 
 
 def _set_device(device: torch.device) -> None:
-    """Make a new thread use the rank's device; it starts on device 0 and would create a CUDA context there."""
+    """Make a new thread use the rank's device. It would use device 0 otherwise, and create a CUDA context there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

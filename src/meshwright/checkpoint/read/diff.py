@@ -32,7 +32,7 @@ class TensorDifference:
 
 
 def compare_checkpoints(a: Path, b: Path) -> Iterator[TensorDifference]:
-    """The differences of all tensors of both checkpoints, sorted by name; `equal` means bit for bit.
+    """Yield the difference of each tensor of both checkpoints, sorted by name. `equal` means equal bit for bit.
 
     Raises Damaged if a checkpoint differs from what was written.
     """
@@ -47,6 +47,7 @@ def compare_checkpoints(a: Path, b: Path) -> Iterator[TensorDifference]:
 
 
 def _compare(name: str, a: CheckpointReader, b: CheckpointReader) -> TensorDifference:
+    """Compare one tensor that both checkpoints have."""
     record = a.tensors[name]
     if (record.shape, record.dtype) != (b.tensors[name].shape, b.tensors[name].dtype):
         return TensorDifference(name, "changed", None)
@@ -58,6 +59,7 @@ def _compare(name: str, a: CheckpointReader, b: CheckpointReader) -> TensorDiffe
         )
         if not torch.equal(_bytes(rows_a), _bytes(rows_b)):
             equal = False
+            # NaN counts as the largest difference.
             largest = max(largest, _largest_difference(rows_a, rows_b), key=lambda value: (math.isnan(value), value))
     if equal:
         return TensorDifference(name, "equal", 0.0)
@@ -65,7 +67,7 @@ def _compare(name: str, a: CheckpointReader, b: CheckpointReader) -> TensorDiffe
 
 
 def _slices(record: TensorRecord) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of rows of about `SLICE_BYTES` each."""
+    """Return ranges [start, stop) of rows, each about `SLICE_BYTES` large."""
     if not record.shape:
         return iter([(0, 0)])
     rows = record.shape[0]

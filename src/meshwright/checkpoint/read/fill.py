@@ -1,7 +1,7 @@
-"""Copies the elements that a block of a file holds into the tensors that need them.
+"""Copies the elements in a block of a file to the tensors that need them.
 
-A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`) with a digest of its own. A box is a rectangular
-part of a tensor. An entry is a tensor stored in a safetensors file.
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`) with its own digest. A box is a rectangular part of
+a tensor. An entry is a tensor stored in a safetensors file.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from meshwright.checkpoint.format.header import ITEM_BYTES, TensorEntry
 from meshwright.checkpoint.local_tensors import DTYPES
 
 Store = Callable[[Tensor, Tensor], object]
-"""Copies values to a target or a part of it; the copy may still run on return."""
+"""`store(target, values)` copies values to a tensor, or to a part of it. The copy may still be running on return."""
 
 
 def copy_values(target: Tensor, values: Tensor) -> None:
-    """The `Store` of a target that is the memory itself."""
+    """Copy values to a tensor in memory: the usual `Store`."""
     target.copy_(values, non_blocking=True)
 
 
 class Destination:
-    """A box of a stored entry, and the tensor that it fills.
+    """A box of a stored entry, and the tensor that is filled with it.
 
-    `offsets` is the index of the box's first element in the entry, in elements per dimension. `target` has the box's
-    shape; it may have any device, dtype and stride. Bytes `start` to `end` of the file cover all rows (dimension 0) of
-    the box. `fill` accepts these bytes in parts, in any order and from several threads. `store` copies values to parts of the target.
+    `offsets`: index of the box's first element in the entry, in elements per dimension.
+    `target`: a tensor with the box's shape, on any device, of any dtype and strides.
+    `store`: copies values to parts of `target`.
+    `start`, `end`: the bytes [start, end) of the file contain all rows (dimension 0) that the box touches.
+
+    `fill` accepts these bytes in parts, in any order and from several threads.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Destination:
         self.start = entry.start + offsets[0] * row_bytes
         self.end = self.start + target.shape[0] * row_bytes
         if target.is_contiguous() and tuple(target.shape[1:]) == shape[1:]:
-            # Whole rows are consecutive in the file: copy them as a vector.
+            # Whole rows are consecutive in the file, so they are copied as a vector.
             offsets = (offsets[0] * math.prod(shape[1:]),)
             target = target.view(-1)
             shape = (math.prod(shape),)
@@ -57,16 +60,16 @@ class Destination:
         self._lock = threading.Lock()
         self._missing_bytes = self.end - self.start
         self._collected: Tensor | None = None
-        """The bytes of the box so far, where the entry is not aligned to its element size in the file.
+        """The bytes of the box's rows so far, if the entry's file offset is not a multiple of its element size.
 
-        A block boundary can then divide an element, so nothing is copied before all bytes are there.
+        The limit of two blocks can then divide an element, so nothing is copied before all bytes have arrived.
         """
 
     def fill(self, block: Tensor, block_start: int) -> None:
-        """Copy to the target what `block` holds of the box.
+        """Copy the elements of the box that are in `block` to the target.
 
-        `block` (uint8, on the host) has the bytes of the file from `block_start` on. A copy to a device may still run on
-        return.
+        `block` (uint8, on the host) has the bytes of the file from `block_start` on. A copy to a device may still be running
+        on return.
         """
         start = max(self.start, block_start)
         end = min(self.end, block_start + block.numel())
@@ -88,7 +91,7 @@ class Destination:
             _scatter(values, position, self._shape, self._offsets, self._target, self._store)
 
     def _collect(self, data: Tensor, offset: int) -> Tensor | None:
-        """Store `data` at byte `offset` of the box's rows; return all bytes of these rows once they are complete."""
+        """Store `data` at byte `offset` of the box's rows. Return all bytes of these rows once they are complete, else None."""
         with self._lock:
             if self._collected is None:
                 self._collected = torch.empty(self.end - self.start, dtype=torch.uint8)
@@ -100,9 +103,10 @@ class Destination:
 def intersect(
     chunk: TensorChunk, offsets: Sequence[int], sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Intersection of a stored chunk (a box of a tensor) with the box at `offsets` of `sizes`; None if it is empty.
+    """Return the intersection of a stored chunk with the box at `offsets` of `sizes`; None if it is empty.
 
-    Returns its offsets in the chunk, its offsets in the box, and its sizes, in elements per dimension.
+    The result is (offsets within the chunk, offsets within the box, sizes), in elements per dimension. Example: a chunk
+    with the rows 4 to 7 and a box with the rows 6 to 9 intersect in (2,), (0,), (2,).
     """
     starts = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
     ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
@@ -118,10 +122,10 @@ def intersect(
 def _scatter(
     values: Tensor, position: int, shape: tuple[int, ...], offsets: tuple[int, ...], target: Tensor, store: Store
 ) -> None:
-    """Copy consecutive elements of a tensor of `shape` into a box of it.
+    """Copy consecutive elements of a tensor of shape `shape` to a box of it.
 
-    `values` are the elements from flat index `position` on; they may begin and end inside a row. `target` is the box
-    that begins at `offsets`.
+    `values` are the elements from flat index `position` on. They may begin and end within a row. `target` is the box that
+    begins at `offsets`. Whole rows are copied at once; a part of a row is handled as a tensor with one dimension less.
     """
     first_row = offsets[0]
     row_count = target.shape[0]
@@ -137,7 +141,7 @@ def _scatter(
             for dim in range(1, len(shape)):
                 part = part.narrow(dim, offsets[dim], target.shape[dim])
             store(target[start - first_row : end - first_row], part)
-        elif start < end:  # part of a row: a tensor with a dimension less
+        elif start < end:  # a part of a row
             _scatter(values[:used], column, shape[1:], offsets[1:], target[row - first_row], store)
         values = values[used:]
         position = position + used

@@ -1,4 +1,4 @@
-"""Checks before a load: do the tensors match the stored names, shapes and dtypes?"""
+"""Checks before a load whether the tensors match the stored names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from meshwright.spec.errors import BadInput, nearest
 
 
 def check_fit(contents: Contents, tensors: Mapping[str, LocalTensor], prefix: str, convert: bool) -> set[str]:
-    """Compare the tensors that this rank wants to fill with the stored ones; return their names.
+    """Compare the tensors that this rank wants to fill with the stored ones. Return their names.
 
-    Raises BadInput for the first that is not stored, does not start with `prefix`, or differs in shape; also for
-    another dtype unless `convert`.
+    Raises BadInput for the first tensor that is not stored, does not start with `prefix`, or differs in shape. A tensor of
+    another dtype raises it too, unless `convert`.
     """
     missing = [name for name in tensors if name not in contents]
     if missing:
@@ -38,7 +38,7 @@ def check_fit(contents: Contents, tensors: Mapping[str, LocalTensor], prefix: st
 
 
 def check_complete(contents: Contents, requested: set[str], prefix: str, activity: str) -> None:
-    """Raise BadInput when the checkpoint has tensors under `prefix` that no rank requested; `activity` begins the message."""
+    """Raise BadInput if the checkpoint has tensors under `prefix` that no rank requested; `activity` begins the message."""
     unused = [name for name in contents if name.startswith(prefix) and name not in requested]
     if unused:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Fill the tensors of all ranks from one checkpoint: every byte is read once, by one of the ranks that need it."""
+"""Fills the tensors of all ranks from one checkpoint. Each byte is read once, by one of the ranks that need it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLAIN_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """The manifest, tensor records and state of a checkpoint, as the first rank read them; equal on all ranks."""
+    """The manifest, tensor records and state of a checkpoint. The first rank has read them; all ranks have equal ones."""
 
     path: Path
     manifest: CheckpointManifest
@@ -58,8 +58,9 @@ class OpenCheckpoint:
 def open_checkpoint(ranks: RankGroup, path: Path, run_id: str | None, activity: str) -> OpenCheckpoint:
     """Read and verify all files but the tensors on the first rank, and send them to all ranks. Collective.
 
-    Raises Damaged when a file differs from what was written or the checkpoint is of another run than `run_id`, and
-    BadInput when a rank sees another folder than the first rank.
+    `activity` names what the user does, for error messages. Raises Damaged if a file differs from what was written, or
+    if the checkpoint belongs to another run than `run_id`. Raises BadInput if a rank sees another folder than the first
+    rank.
     """
     plain = ranks.run_on_first(activity, lambda: _read_plain(path, run_id))
 
@@ -79,7 +80,7 @@ def open_checkpoint(ranks: RankGroup, path: Path, run_id: str | None, activity: 
 def _no_garbage_collection() -> Iterator[None]:
     """Disable garbage collection within a `with` block.
 
-    A collection takes 0.15 s (measured on an H100 host) because torch has many objects; no thread reads meanwhile.
+    A collection takes 0.15 s (measured on an H100 host), because torch has many objects, and no thread reads meanwhile.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -104,10 +105,13 @@ def load_tensors(
     files: BlockFiles | None = None,
     owners: Mapping[str, int] | None = None,
 ) -> None:
-    """Fill `tensors` in place. Collective; raises as `CheckpointStore.load` does.
+    """Fill `tensors` in place. Collective. Raises the errors of `CheckpointStore.load`.
 
-    Blocks that several ranks need are sent through `device_group` if it is given and every rank has tensors on its devices. `files` reads
-    the blocks, by default from storage. `owners` names the only rank that can read each file; by default all can.
+    `prefix`: all stored tensors whose names begin with it must be requested by some rank.
+    `convert`: whether a stored dtype may differ from the tensor's.
+    `device_group`: sends blocks that several ranks need from device to device, if every rank has its tensors on devices.
+    `files`: reads the blocks; None reads them from storage.
+    `owners`: the only rank that can read each file; None: every rank can read every file.
     """
     contents = opened.contents
     requested = set().union(*ranks.run_on_all(activity, lambda: check_fit(contents, tensors, prefix, convert)))
@@ -150,15 +154,16 @@ def load_tensors(
 
 
 def _device_type(group: dist.ProcessGroup) -> str:
-    """The type of the devices whose memory a group sends."""
+    """Return the type of the devices whose memory a process group sends."""
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 @dataclass(frozen=True)
 class _ChunkPart:
-    """The part of a stored chunk at `offsets`, and the local tensor `target` that it fills by `store`.
+    """A part of a stored chunk, and the local tensor `target` that it fills by `store`.
 
-    `file`, `key`, `dtype` and `shape` are those of the whole chunk: a box of a tensor, stored as one safetensors entry.
+    `file`, `key`, `dtype` and `shape` describe the whole chunk: a box of a tensor, stored as one safetensors entry. The
+    part begins at `offsets` within the chunk and has the shape of `target`.
     """
 
     file: str
@@ -171,12 +176,14 @@ class _ChunkPart:
 
 
 def _chunk_parts(contents: Contents, tensors: Mapping[str, LocalTensor]) -> Iterator[_ChunkPart]:
+    """Yield the parts of stored chunks from which this rank's pieces of `tensors` are filled."""
     for name, tensor in tensors.items():
         record = contents[name]
         encoded = tensor.encoded if isinstance(tensor, StateParts) else None
         store = copy_values if encoded is None else encoded.write
         for offsets, elements in local_boxes(tensor):
             for chunk in record.chunks:
+                # The usual case: the piece is a whole chunk, and neither has to be cut.
                 if (chunk.offsets, chunk.sizes) == (offsets, elements.shape) and elements.numel():
                     yield _ChunkPart(
                         chunk.file, chunk.key, record.dtype, chunk.sizes, (0,) * len(chunk.sizes), elements, store
@@ -192,9 +199,10 @@ def _chunk_parts(contents: Contents, tensors: Mapping[str, LocalTensor]) -> Iter
 
 
 def _read_plain(path: Path, run_id: str | None) -> dict[str, bytes]:
-    """The contents of manifest.json, metadata.json and state.json by file name.
+    """Return the contents of manifest.json, metadata.json and state.json, by file name.
 
-    Raises DamagedCheckpoint with the damage that file names, sizes and the contents of these and the text files show.
+    Also checks the names and sizes of all files, and the contents of all files but tensors. Raises DamagedCheckpoint with
+    all damage that is found.
     """
     data = read_committed(path)
     manifest = parse_manifest(path, data)
@@ -216,7 +224,7 @@ def _read_plain(path: Path, run_id: str | None) -> dict[str, bytes]:
 
 
 def _check_same_folder(path: Path, manifest: bytes, rank: int) -> None:
-    """Raise BadInput unless this rank sees the same checkpoint as the first rank, by its COMMITTED file (33 bytes)."""
+    """Raise BadInput unless this rank sees the first rank's checkpoint. Its COMMITTED file (33 bytes) is compared."""
     try:
         same = (path / COMMITTED).read_bytes() == commit_line(manifest)
     except OSError:
@@ -230,15 +238,16 @@ def _check_same_folder(path: Path, manifest: bytes, rank: int) -> None:
 def _read_headers(
     ranks: RankGroup, files: BlockFiles, needed: list[str], activity: str, owners: Mapping[str, int] | None
 ) -> tuple[dict[str, dict[str, TensorEntry]], dict[str, tuple[int, int]]]:
-    """Read the safetensors headers of the files that this rank needs (`needed`), each by one rank. Collective.
+    """Read the safetensors headers of the files that this rank needs (`needed`). One rank reads each header. Collective.
 
     Returns the entries by file and key, and for each file the rank that read its header and the header's size in bytes.
-    The header is verified with its block, before the load ends.
+    A header is verified later, together with its block, before the load ends.
     """
     files_of_ranks = ranks.run_on_all(activity, lambda: needed)
     readers = assign_header_readers(files_of_ranks)
     if owners is not None:
         readers = {file: owners[file] for file in readers}
+    # Files whose header other ranks need too. Only these headers are sent.
     shared = {
         file
         for file, reader in readers.items()
@@ -269,7 +278,7 @@ def _read_headers(
 
 
 def _run(ranks: RankGroup, reader: BlockReader, transfers: list[BlockTransfer], activity: str) -> None:
-    """Run the transfers on all ranks, then raise the failure of any rank on all of them."""
+    """Carry out the transfers on all ranks. Then raise the failure of any rank on all of them."""
     ranks.run_communication(activity, lambda: reader.run(transfers))
 
     def report() -> None:

@@ -1,7 +1,9 @@
-"""Plans which rank reads each block of a checkpoint, and to which ranks it sends the block. Torch-free.
+"""Plans which rank reads each block of a checkpoint, and to which ranks it sends the block.
 
-A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`) with a digest of its own. Every rank knows the
-byte ranges that all ranks need and computes the same plan: one of the ranks that need a block reads it, once.
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`) with its own digest. Every rank knows the byte ranges
+that all ranks need, and so all ranks compute the same plan. Each block is read once, by one of the ranks that need it.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ from itertools import groupby
 from meshwright.checkpoint.format.files import BLOCK_BYTES
 
 PARALLEL_FILES = 8
-"""Files that a rank reads in parallel, each from its first block on."""
+"""Number of files that a rank reads at the same time, each from its first block on."""
 
 Ranges = Mapping[str, Sequence[tuple[int, int]]]
-"""File name → byte ranges [start, end)."""
+"""The byte ranges [start, end) of each file, by the file's name."""
 
 
 @dataclass(frozen=True)
 class BlockTransfer:
-    """Block `index` of `file`: the rank that reads it, and the ranks to which that rank sends it."""
+    """The transfer of block number `index` of `file`: `reader` is the rank that reads it and sends it to `receivers`."""
 
     file: str
     index: int
@@ -30,7 +32,7 @@ class BlockTransfer:
 
 
 def merge_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Extend byte ranges [start, end) of a file to whole blocks, and merge those that overlap or touch; sorted."""
+    """Extend byte ranges [start, end) of a file to whole blocks, merge those that overlap or touch, and sort them."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         first = start // BLOCK_BYTES * BLOCK_BYTES
@@ -43,9 +45,9 @@ def merge_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def assign_header_readers(files_of_ranks: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Choose the rank that reads the header of each file, among the ranks that need the file, in round-robin order.
+    """Return the rank that reads the header of each file, by the file's name.
 
-    `files_of_ranks` has the files that each rank needs.
+    `files_of_ranks` has the files that each rank needs. The ranks that need a file take turns from file to file.
     """
     ranks_of_file: dict[str, list[int]] = {}
     for rank, files in enumerate(files_of_ranks):
@@ -59,12 +61,14 @@ def plan_transfers(
     headers: Mapping[str, tuple[int, int]],
     owners: Mapping[str, int] | None = None,
 ) -> list[BlockTransfer]:
-    """All block transfers of a load, in the order in which every rank works through them.
+    """Return all transfers of a load, in the order in which every rank works through them.
 
-    `ranges_of_ranks` has the byte ranges that each rank needs. `headers` has, for each file, the rank that has read its
-    header and the header's size in bytes; that rank also reads the header's blocks. If several ranks need the same
-    consecutive blocks, each of them reads an equal share of consecutive blocks. `owners` maps a file to the only rank
-    that can read it; by default every rank can.
+    `ranges_of_ranks`: the byte ranges that each rank needs.
+    `headers`: for each file the rank that has read its header, and the header's size in bytes. This rank also reads the
+        header's blocks.
+    `owners`: the only rank that can read each file; None: every rank can.
+
+    If several ranks need the same consecutive blocks, each of them reads an equal share, of consecutive blocks.
     """
     transfers: list[BlockTransfer] = []
     for number, (file, (header_reader, header_bytes)) in enumerate(sorted(headers.items())):
@@ -76,11 +80,13 @@ def plan_transfers(
                     ranks = ranks_of_block.setdefault(index, [])
                     if rank not in ranks[-1:] and not (index < header_blocks and rank == header_reader):
                         ranks.append(rank)
+        # Groups of consecutive blocks that the same ranks need. Header blocks are groups of their own.
         by_ranks = groupby(sorted(ranks_of_block), key=lambda index: (index < header_blocks, ranks_of_block[index]))
         for (_, ranks), group in by_ranks:
             indices = list(group)
             for position, index in enumerate(indices):
-                # `number` rotates the shares from file to file, so that different ranks read the first blocks.
+                # `number` rotates the shares from file to file, so that different ranks read the first blocks of files.
+                # Example: 2 ranks need 4 blocks. Blocks 0 and 1 are share 0, blocks 2 and 3 share 1.
                 share = (position * len(ranks) // len(indices) + number) % len(ranks)
                 reader = header_reader if index < header_blocks else ranks[share]
                 reader = reader if owners is None else owners[file]
@@ -89,9 +95,9 @@ def plan_transfers(
 
 
 def _interleave_readers(transfers: Sequence[BlockTransfer]) -> list[BlockTransfer]:
-    """Order transfers so that readers alternate and each reads `PARALLEL_FILES` files at a time from front to back.
+    """Order transfers so that readers alternate, and each reads `PARALLEL_FILES` files at a time from front to back.
 
-    Every rank reads and receives in this order, so the first incomplete transfer can always proceed.
+    Every rank reads and receives in this order, so that the first incomplete transfer can always proceed.
     """
     transfers_of_reader: dict[int, dict[str, list[BlockTransfer]]] = {}
     for transfer in transfers:
@@ -99,6 +105,7 @@ def _interleave_readers(transfers: Sequence[BlockTransfer]) -> list[BlockTransfe
     ordered: list[tuple[int, int, BlockTransfer]] = []
     for reader, files in transfers_of_reader.items():
         keyed = [
+            # Order: by set of PARALLEL_FILES files, then by position of the block within its file, then by file.
             ((number // PARALLEL_FILES, position, number), transfer)
             for number, file_transfers in enumerate(files.values())
             for position, transfer in enumerate(file_transfers)

@@ -1,7 +1,7 @@
-"""Reads whole tensors or rows of a checkpoint in one process without a process group: for export, evaluation and init.
+"""Reads whole tensors or rows of a checkpoint in one process, without a process group: for export, evaluation and init.
 
-A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`) with a digest of its own. A chunk is a box
-(rectangular part) of a tensor, stored as one entry of a safetensors file.
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`) with its own digest. A chunk is a box (rectangular
+part) of a tensor, stored as one entry of a safetensors file.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ CACHED_BLOCKS = 4
 
 
 class CheckpointReader:
-    """A committed checkpoint opened for reading; use it as a context manager, or `close` it.
+    """A committed checkpoint opened for reading. Use it as a context manager, or `close` it.
 
-    It reads and verifies only the blocks that hold the rows requested. The last few blocks stay in memory
-    (`CACHED_BLOCKS`), so reading rows in order reads each block once. Not thread-safe. Raises Damaged when a file
-    differs from what was written or it is of another run than its folder, and BadInput when `path` is not a folder.
+    It reads and verifies only the blocks that contain the requested rows. The last `CACHED_BLOCKS` blocks stay in memory,
+    so that reading rows in order reads each block once. Not thread-safe.
+
+    Raises Damaged if a file differs from what was written, or if the checkpoint belongs to another run than its folder.
+    Raises BadInput if `path` is not a folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,11 +66,11 @@ class CheckpointReader:
         self._blocks.clear()
 
     def names(self, prefix: str = "") -> Iterator[str]:
-        """Names of the tensors whose name starts with `prefix`."""
+        """Yield the names of the tensors that begin with `prefix`."""
         return (name for name in self.tensors if name.startswith(prefix))
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU, in its stored dtype."""
+        """Return the whole tensor, on the CPU, in its stored dtype."""
         record = self.record(name)
         if record.shape:
             return self.read_rows(name, 0, record.shape[0])
@@ -78,7 +80,7 @@ class CheckpointReader:
         return target
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of dimension 0, on the CPU, in the stored dtype; only these are read from disk."""
+        """Return rows [start, stop) of dimension 0, on the CPU, in the stored dtype. Only their blocks are read."""
         record = self.record(name)
         if not record.shape or not 0 <= start <= stop <= record.shape[0]:
             raise BadInput(f"{self.path}: {name} has shape {record.shape}; rows {start} to {stop} are not in it")
@@ -95,9 +97,9 @@ class CheckpointReader:
         return target
 
     def verify(self, names: Iterable[str]) -> None:
-        """Compare all blocks that hold elements of these tensors with their digests, in several threads.
+        """Compare all blocks that contain elements of these tensors with their digests, in several threads.
 
-        Raises DamagedCheckpoint if one differs.
+        Raises DamagedCheckpoint if a block differs.
         """
         blocks: dict[FileBlock, None] = {}
         for name in names:
@@ -110,11 +112,11 @@ class CheckpointReader:
             raise DamagedCheckpoint(self.path, damage)
 
     def state(self) -> dict[str, Any]:
-        """The contents of `state.json`: step, samples, tokens and other plain values."""
+        """Return the contents of `state.json`: step, samples, tokens and other values."""
         return decode_state(self._read_file(STATE), self.path / STATE)
 
     def text(self, name: str) -> str:
-        """The contents of a text file saved with the tensors, such as `config.yaml`."""
+        """Return the contents of a text file that was saved with the tensors, such as `config.yaml`."""
         try:
             return self._read_file(name).decode("utf-8")
         except UnicodeDecodeError as error:
@@ -126,7 +128,7 @@ class CheckpointReader:
         return read_verified(self.path, self.manifest, name, _TEXT_LIMIT)
 
     def record(self, name: str) -> TensorRecord:
-        """Shape, dtype and chunks of a tensor; raises BadInput, naming the nearest, when there is none of this name."""
+        """Return shape, dtype and chunks of a tensor. Raises BadInput with the nearest name if there is no such tensor."""
         if name not in self.tensors:
             hint = nearest(name, self.tensors)
             raise BadInput(f"{self.path} holds no tensor {name}" + (f"; nearest: {hint}" if hint else ""))
@@ -152,7 +154,7 @@ class CheckpointReader:
         return self._entries[file]
 
     def _block(self, file: str, index: int) -> Tensor:
-        """A verified block (uint8), from memory if it is among the last used."""
+        """Return a verified block (uint8), from memory if it was used recently."""
         if (file, index) not in self._blocks:
             if len(self._blocks) >= CACHED_BLOCKS:
                 self._blocks.popitem(last=False)

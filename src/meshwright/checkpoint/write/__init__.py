@@ -1,1 +1,1 @@
-"""Writes checkpoints: layout, snapshots, the one writer of files, and the commit."""
+"""Writes checkpoints: assigns tensors to ranks, takes snapshots, writes the files in a separate process, and commits."""

@@ -1,8 +1,10 @@
-"""Assigns each piece of each tensor of a checkpoint to the rank that writes it, on rank 0 before the save. Torch-free.
+"""Decides which rank writes each piece of each tensor of a checkpoint. Rank 0 does so before the save.
 
-A piece is the box (rectangular part) of a tensor that a rank holds. Ranks may hold different tensors, as pipeline
-stages do. Several ranks may hold the same piece: replicas, or an embedding that two stages share. Such a piece is
-written once. The pieces of all ranks must cover every tensor.
+A piece is the box (rectangular part) of a tensor that a rank holds. Ranks may hold different tensors, as pipeline stages
+do. Several ranks may hold the same piece, such as replicas, or an embedding that two stages share. Such a piece is written
+once. The pieces of all ranks together must cover every tensor.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from meshwright.checkpoint.format.header import TensorHeader
 from meshwright.spec.errors import BadInput
 
 _MAX_SHOWN_PIECES = 4
-"""Number of pieces that an error message lists."""
+"""An error message lists at most this many pieces."""
 
 
 @dataclass(frozen=True)
 class RankPiece:
-    """The box of the tensor `name` that `rank` holds: its first element at `offsets`, `sizes` elements per dimension.
+    """The box of a tensor that one rank holds.
 
-    `shape` is the shape of the whole tensor. `dtype` is safetensors' name of the type, such as `F32`.
+    `name`, `shape` and `dtype` describe the whole tensor; `dtype` is safetensors' name, such as `F32`. `offsets` is the
+    index of the box's first element, and `sizes` its shape, both in elements per dimension.
     """
 
     rank: int
@@ -40,9 +43,9 @@ class RankPiece:
 
     @property
     def key(self) -> str:
-        """Its key in the rank's file: the tensor's name, followed by `[offsets]` for a part of a tensor.
+        """The piece's key in the rank's file: the tensor's name, and for a part of a tensor also `[offsets]`.
 
-        So a checkpoint of one rank is a safetensors file with the usual keys.
+        So the checkpoint of a single rank is a safetensors file with the usual keys.
         """
         return self.name if self.sizes == self.shape else f"{self.name}[{','.join(map(str, self.offsets))}]"
 
@@ -55,11 +58,13 @@ class RankPiece:
 
 
 def assign_writers(pieces: Iterable[RankPiece]) -> set[RankPiece]:
-    """Choose the pieces to write so that every element of every tensor is written exactly once; `rank` is the writer.
+    """Return the pieces to write. Each element of each tensor is in exactly one of them; its `rank` is the writer.
 
-    Of the ranks that hold a piece, the rank with the fewest bytes to write so far writes it, the lowest rank on a tie.
-    The result does not depend on the order of `pieces`. Raises BadInput, naming the first tensor on whose shape or
-    dtype ranks disagree, of which no rank holds some part, or whose pieces overlap without being the same.
+    If several ranks hold a piece, it is written by the one that has the fewest bytes to write so far, on a tie by the
+    lowest rank. The result does not depend on the order of `pieces`.
+
+    Raises BadInput, naming the tensor, if ranks disagree on its shape or dtype, if no rank holds some part of it, or if
+    two pieces overlap without being the same.
     """
     pieces_by_tensor: dict[str, list[RankPiece]] = defaultdict(list)
     for piece in sorted(pieces, key=lambda piece: (piece.name, piece.rank, piece.offsets)):
@@ -69,7 +74,7 @@ def assign_writers(pieces: Iterable[RankPiece]) -> set[RankPiece]:
     ]
     bytes_of_rank: Counter[int] = Counter()
     chosen: set[RankPiece] = set()
-    # Pieces that one rank holds come first: their writer is fixed. The others, largest first, then balance the load.
+    # First the pieces that only one rank holds, because their writer is fixed. The others, largest first, balance the load.
     for replicas in sorted(replica_lists, key=lambda replicas: (len(replicas) > 1, -replicas[0].bytes)):
         piece = min(replicas, key=lambda piece: (bytes_of_rank[piece.rank], piece.rank))
         bytes_of_rank[piece.rank] += piece.bytes
@@ -78,9 +83,9 @@ def assign_writers(pieces: Iterable[RankPiece]) -> set[RankPiece]:
 
 
 def _group_replicas(tensor_pieces: Sequence[RankPiece]) -> list[list[RankPiece]]:
-    """Group the pieces of one tensor by box; a group has one piece per rank that holds the box.
+    """Group the pieces of one tensor by box. A group has one piece for each rank that holds the box.
 
-    Leaves out empty pieces, except where the tensor itself has no elements.
+    Empty pieces are left out, unless the tensor itself has no elements.
     """
     first = tensor_pieces[0]
     for piece in tensor_pieces:

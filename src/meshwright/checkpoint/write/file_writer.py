@@ -1,7 +1,10 @@
-"""The writer of a checkpoint's files: blocks (16 MiB) are digested and written by several threads. Torch-free.
+"""Writes a checkpoint's file: several threads digest and write its blocks (16 MiB).
 
-A file is given as windows, and a window as views of memory that follow each other in the file. A snapshot in host
-memory is one window. Live state passes through two buffers, each of which is a window (`checkpoint.write.live_state`).
+A file is given as windows. A window is a sequence of memory views that follow each other in the file. A snapshot in host
+memory is one window. State that is copied from a device passes through two buffers; each time a buffer is full, it is
+a window (`checkpoint.write.live_state`).
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from meshwright.checkpoint.format.files import BLOCK_BYTES, FileRecord
 from meshwright.durable.writes import sync_open_file
 
 PIECE_BYTES = 1 << 20
-"""Bytes that are digested and then written at a time: few enough to stay in the processor's cache in between."""
+"""Bytes that are digested and then written at a time. They stay in the processor's cache in between."""
 
 Window = Sequence[bytes | memoryview]
-"""Consecutive parts of a file, which do not change while they are written."""
+"""Consecutive parts of a file. They must not change while they are written."""
 
 
 def write_file(
@@ -32,14 +35,17 @@ def write_file(
     inspect: Callable[[int, memoryview], None] = lambda offset, piece: None,
     digested: Callable[[FileRecord], None] = lambda record: None,
 ) -> FileRecord:
-    """Write a new file of consecutive `windows`, durable on return; all but the last have whole blocks.
+    """Write a new file that consists of `windows`. On return it is durable. Return its record.
 
-    While `threads` write a window, the next one is taken from `windows`. When that has come, the threads have ended, and
-    the memory of the first may change. `progress` is called with the bytes of each block written. `inspect` is called
-    with each piece of data once, between its digest and its write, and with its offset in the file. `digested` is called
-    with the record before the file is durable.
+    All windows but the last consist of whole blocks. While `threads` threads write a window, the next one is requested
+    from `windows`. The threads have ended when the one after it is requested, so that the memory of the first may then
+    change.
 
-    Raises FileExistsError when `path` exists, and OSError with its name for what the storage refuses.
+    `progress(count)` is called after each block with the number of bytes written.
+    `inspect(offset, piece)` is called with each piece of data once, between its digest and its write.
+    `digested(record)` is called before the file is durable.
+
+    Raises FileExistsError if `path` exists, and OSError with this file's name if the storage fails.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -48,13 +54,13 @@ def write_file(
         with ThreadPoolExecutor(threads) as pool:
             pending: Iterator[str] = iter(())
             for window in windows:
-                digests += pending  # waits for the window before
+                digests += pending  # waits until the previous window is written
 
                 def write(start: int, window: Window = window, begin: int = size) -> str:
                     digest = xxhash.xxh3_64()
                     offset = begin + start
                     for piece in _pieces(window, start, start + BLOCK_BYTES):
-                        digest.update(piece)  # brings the piece into the processor's cache for what follows
+                        digest.update(piece)  # this brings the piece into the processor's cache
                         inspect(offset, piece)
                         offset = _write_at(descriptor, piece, offset)
                     progress(offset - begin - start)
@@ -77,7 +83,7 @@ def write_file(
 
 
 def _pieces(window: Window, start: int, end: int) -> Iterator[memoryview]:
-    """Bytes `start` to `end` of a window, at most `PIECE_BYTES` at a time and each from one of its parts."""
+    """Yield the bytes `start` to `end` of a window, at most `PIECE_BYTES` at a time, each from one of its parts."""
     begin = 0
     for part in window:
         last = min(end - begin, len(part))
@@ -87,7 +93,7 @@ def _pieces(window: Window, start: int, end: int) -> Iterator[memoryview]:
 
 
 def _write_at(descriptor: int, piece: memoryview, offset: int) -> int:
-    """Write all of `piece` to byte `offset`, continuing a short write; returns the offset behind it."""
+    """Write all of `piece` at byte `offset`, repeating after a short write. Return the offset after it."""
     while piece:
         count = os.pwrite(descriptor, piece, offset)
         piece = piece[count:]

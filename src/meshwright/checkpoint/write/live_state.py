@@ -1,7 +1,7 @@
-"""State that is written while it does not change: copied from where it is through two small host buffers.
+"""Writes state directly from where it is, while it does not change, through two small host buffers.
 
-A rank's file may be larger than the free host memory. While one buffer is written to disk, the next is filled from the
-device.
+A rank's file may be larger than the free host memory, so that no snapshot fits. While one buffer is written to disk, the
+other one is filled from the device.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from meshwright.checkpoint.local_tensors import dtype_name
 from meshwright.checkpoint.write.file_writer import Window, write_file
 
 WINDOW_BLOCKS = 4
-"""Blocks of a buffer, and threads that write them: enough for the disk's full rate, little beside host memory."""
+"""Blocks of a buffer, and threads that write them. They reach the disk's full rate, and use little host memory."""
 
 
 def write_tensors(
     path: Path, headers: Sequence[TensorHeader], tensors: Iterable[Tensor], *, pinned: bool = False
 ) -> FileRecord:
-    """Write a new safetensors file with `tensors`, which `headers` describe; it is durable on return.
+    """Write `tensors`, which `headers` describe, as a new safetensors file. On return it is durable.
 
-    Tensors are on any device. Each is taken when its turn comes, and no reference to it is kept. `pinned` copies through
-    page-locked memory (for CUDA tensors).
+    Tensors may be on any device. Each one is taken from the iterable when its turn comes, and no reference to it is kept.
+    With `pinned` they are copied through page-locked memory (for CUDA tensors).
     """
     matching = (_checked(header, tensor) for header, tensor in zip(headers, tensors, strict=True))
     size = sum(header.bytes for header in headers)
@@ -45,7 +45,7 @@ def _checked(header: TensorHeader, tensor: Tensor) -> Tensor:
 
 
 def _windows(header: bytes, tensors: Iterable[Tensor], size: int, pinned: bool) -> Iterator[Window]:
-    """The header and the bytes of `tensors`, `size` in all, copied one after another into two buffers in turn."""
+    """Yield windows with the header and the bytes of `tensors` (`size` in all), copied into two buffers in turn."""
     buffer_bytes = min(WINDOW_BLOCKS * BLOCK_BYTES, len(header) + size)
     buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
     turn = 0

@@ -1,6 +1,7 @@
-"""Computes checksums of pieces of state (`checkpoint.write.checksum`) where the state is: on a CUDA device or in host memory.
+"""Computes checksums of pieces of state (`checkpoint.write.checksum`) where the state is: on a GPU or in host memory.
 
-On a device each piece takes one reduction, on a stream of its own beside the copies: nothing waits for it but the update of its group.
+On a device each piece takes one reduction. The reductions run on their own stream, at the same time as the copies. Only
+the optimizer's update of a group waits for the sums of that group.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from torch import Tensor
 from meshwright.checkpoint.write.checksum import WORD_BYTES, Checksum, inner_words
 
 NumberedPiece = tuple[int, Tensor]
-"""Position of a piece in the file, and its bytes (uint8)."""
+"""A piece's position in the file, and the piece as bytes (uint8)."""
 _SLOTS = 3
-"""Sums of a piece: its incomplete first word, its complete words, its incomplete last word."""
+"""Three sums per piece: its incomplete first word, its complete words, and its incomplete last word."""
 
 
 def host_checksum(source: Tensor) -> Checksum:
-    """The checksum of bytes in host memory."""
+    """Return the checksum of bytes in host memory."""
     sums = torch.zeros(_SLOTS, dtype=torch.int64)
     for step in _steps(source, sums):
         step()
@@ -27,7 +28,7 @@ def host_checksum(source: Tensor) -> Checksum:
 
 
 class DeviceChecksums:
-    """The checksums of pieces on a device, by groups in the order of the update."""
+    """The checksums of pieces on a device. `groups` are the pieces of each group, in the order of the optimizer's update."""
 
     def __init__(self, groups: Sequence[Sequence[NumberedPiece]], device: torch.device) -> None:
         pieces = [piece for group in groups for piece in group]
@@ -39,19 +40,19 @@ class DeviceChecksums:
         self._groups = [[step for _, source in group for step in _steps(source, next(sums))] for group in groups]
         self._events: dict[int, torch.cuda.Event] = {}
         self._stream = torch.cuda.Stream(device) if on_gpu else None
-        # A first launch loads its kernel and allocates its buffers, which can synchronise with the device.
+        # The first launch of a kernel loads it and allocates its buffers, which can synchronise with the device.
         self.start()
         for group in range(len(groups)):
             self.sum_group(group)
         self.copy_to_host()
 
     def start(self) -> None:
-        """Have the next sums be those of the state as the work given to the current stream so far leaves it."""
+        """Let the next sums be those of the state after all work that the current stream has been given so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def sum_group(self, group: int) -> None:
-        """Start the sums of a group."""
+        """Start to compute the sums of a group."""
         with torch.cuda.stream(self._stream):
             for step in self._groups[group]:
                 step()
@@ -60,19 +61,19 @@ class DeviceChecksums:
                 self._events[group].record()
 
     def wait(self, group: int) -> None:
-        """Have the current stream wait for the sums of a group."""
+        """Make the current stream wait for the sums of a group."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._events[group])
 
     def copy_to_host(self) -> None:
-        """Copy all sums to the host; the current stream waits for that."""
+        """Copy all sums to the host. The current stream waits for the copy."""
         with torch.cuda.stream(self._stream):
             self._host_sums.copy_(self._sums, non_blocking=True)
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def result(self) -> dict[int, Checksum]:
-        """The checksums by position in the file, once the copy to the host has ended."""
+        """Return the checksums by position in the file. The copy to the host must have ended."""
         totals = self._host_sums.sum(1).tolist()
         return {index: Checksum(phase, total) for (index, phase), total in zip(self._phases, totals, strict=True)}
 
@@ -82,7 +83,10 @@ def _phase(source: Tensor) -> int:
 
 
 def _steps(source: Tensor, sums: Tensor) -> list[Callable[[], object]]:
-    """Calls that put the three sums of `source` into `sums`, which holds zeros or the sums of an earlier call."""
+    """Return functions that write the three sums of `source` into `sums` `(3,)`.
+
+    `sums` must be zero, or have the sums of an earlier call.
+    """
     phase = _phase(source)
     first, last = inner_words(phase, source.numel())
     steps: list[Callable[[], object]] = []

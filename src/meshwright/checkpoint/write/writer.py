@@ -1,14 +1,14 @@
 """The writer process of a rank: it writes snapshots from the rank's snapshot buffer to storage and commits them.
 
 `python -m meshwright.checkpoint.write.writer BUFFER_DESCRIPTOR` reads commands (`WriterSetup`, `Save`, `Discard`) from its
-standard input and writes replies to its standard output, one JSON object per line. It imports no torch, has a session of
-its own and ignores stop signals. When its rank dies, its input ends; it then carries out the commands that it has and
-exits.
+standard input, and writes replies to its standard output, one JSON object per line. It imports no torch, has its own
+session, and ignores stop signals. When its rank dies, its input ends. It then carries out the commands that it has
+received and exits.
 
-Writers of several ranks meet in the attempt's folder on the run's shared storage. Each one makes its file durable and
-then publishes `rank-NNNNN.done`, which holds the file's record, or `rank-NNNNN.failed`. The first rank's writer waits for
-these files with a deadline, removes them and commits as `checkpoint.write.attempt` says. No socket and no process group
-is involved.
+The writers of all ranks share the attempt's folder on the run's storage. Each writer makes its file durable, and then
+publishes `rank-NNNNN.done` with the file's record, or `rank-NNNNN.failed`. The first rank's writer waits for these files
+with a deadline, removes them, and commits as `checkpoint.write.attempt` describes. There is no socket and no process
+group.
 """
 
 from __future__ import annotations
@@ -50,28 +50,34 @@ from meshwright.spec.run import Lease
 log = logging.getLogger("meshwright")
 
 NICENESS = 5
-"""Added to the writer's, so that training's threads come first where cores are few."""
+"""Added to the niceness of the writer, so that training's threads run first on a host with few cores."""
 BEAT_SECONDS = 1.0
-"""Time between two heartbeats."""
+"""Seconds between two heartbeats."""
 REPLY_SECONDS = 10.0
-"""How long a reply waits for room in the pipe, whose reader may be stopped."""
+"""Seconds that a reply waits for space in the pipe. The process that reads the pipe may be stopped."""
 MESSAGE_LIMIT = 2000
-"""Characters of a failure's message that reach the rank."""
+"""At most this many characters of a failure's message are sent to the rank."""
 ORPHAN_SECONDS = 600.0
-"""How long a writer whose rank is dead may take to finish."""
+"""Seconds after which a writer whose rank is dead gives up."""
 FOLDER_SECONDS = 120.0
-"""How long a writer waits for the first rank's writer to make the attempt's folder."""
+"""Seconds that a writer waits for the first rank's writer to create the attempt's folder."""
 PEER_SECONDS = 600.0
-"""Least time that the first rank's writer waits for the other ranks' files once its own is durable."""
+"""Least seconds that the first rank's writer waits for the other ranks' files after its own is durable."""
 POLL_SECONDS = (0.01, 0.5)
-"""First and longest time between two looks at the attempt's folder."""
+"""First and longest seconds between two looks at the attempt's folder."""
 
 
 @dataclass(frozen=True)
 class WriterSetup:
-    """Settings of the writer, the same for all saves of a start. `headers` are (key, dtype, shape).
+    """Settings of the writer, the same for all saves of one start of the run.
 
-    `contents` is that of the first rank, and of the rank that keeps the first rank's snapshot too.
+    `folder`: the folder of the run's checkpoints.
+    `rank`, `ranks`: this rank, and the number of ranks.
+    `headers`: (key, dtype, shape) of the tensors in the snapshot buffer.
+    `contents`: the checkpoint's contents; only on the first rank, and on the rank that also has its snapshot.
+    `lease`: the run's lease, or None. `parent`: the step from which this start continued, or None.
+    `keep`: how many checkpoints are kept. `threads`: threads that write.
+    `peer_seconds`, `folder_seconds`: see PEER_SECONDS and FOLDER_SECONDS.
     """
 
     folder: str
@@ -87,17 +93,19 @@ class WriterSetup:
     peer_seconds: float = PEER_SECONDS
     folder_seconds: float = FOLDER_SECONDS
     partner: dict[str, Any] | None = None
-    """Destination of the snapshots' copies (`partner_copy.Partner`); None if there is none."""
+    """Where copies of the snapshots are sent (`partner_copy.Partner`); None: nowhere."""
     replica: int | None = None
-    """The rank on another host whose snapshot follows in the snapshot buffer, with the headers `replica_headers`."""
+    """A rank on another host whose snapshot follows in the snapshot buffer, with the headers `replica_headers`; or None."""
     replica_headers: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Save:
-    """Write the snapshot of `step` that the snapshot buffer holds at `generation`.
+    """The command to write the snapshot of `step` that the snapshot buffer has at `generation`.
 
-    `plain` has the first rank's other files. The rank that keeps the first rank's snapshot too has its state there.
+    `attempt` names the save. `staging_seconds` is how long the copy into the buffer took, and `finite` whether the step's
+    loss and gradient norm were finite. `plain` has the first rank's other files by name. On the rank that also has the
+    first rank's snapshot it has `state.json`.
     """
 
     step: int
@@ -106,17 +114,20 @@ class Save:
     staging_seconds: float
     finite: bool | None = None
     urgent: bool = False
-    """Whether the run waits for it; otherwise half of the threads leave the host's processors to training."""
+    """Whether the run waits for the save. Otherwise only half of the threads write, to leave processors to training."""
     to_partner: bool = False
-    """Whether the partner gets a copy."""
+    """Whether the partner gets a copy of the snapshot."""
     checksums: list[list[int]] = field(default_factory=list)
-    """Phase and sum of each tensor in the snapshot buffer, computed before it was copied there (`checkpoint.write.checksum`)."""
+    """(phase, sum) of each tensor in the snapshot buffer, computed before the copy (`checkpoint.write.checksum`)."""
     plain: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Discard:
-    """The save of `attempt` failed on this rank: tell the first rank's writer, or remove the attempt's folder as that writer."""
+    """The command after the save `attempt` has failed on this rank.
+
+    The first rank's writer removes the attempt's folder. Any other writer tells the first rank's writer.
+    """
 
     step: int
     attempt: str
@@ -127,20 +138,20 @@ _COMMANDS: dict[str, type[Command]] = {command.__name__: command for command in 
 
 
 def encode(command: Command) -> bytes:
-    """The line of a command."""
+    """Return the line that sends a command."""
     return json.dumps({"command": type(command).__name__, **asdict(command)}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Command:
-    """The command of a line."""
+    """Return the command that a line has."""
     fields = json.loads(line)
     return _COMMANDS[fields.pop("command")](**fields)
 
 
 class Replies:
-    """The writer's end of the pipe to its rank.
+    """Sends replies from the writer to its rank through a pipe.
 
-    What the rank cannot take is dropped: a heartbeat at once, a reply after a while.
+    If the pipe has no space, a heartbeat is dropped at once, and a reply after a while.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -149,11 +160,11 @@ class Replies:
         os.set_blocking(descriptor, False)
 
     def send(self, event: str, **fields: Any) -> None:
-        """Write a reply, waiting up to `REPLY_SECONDS` for room: heartbeats fill the pipe while the rank reads no replies."""
+        """Send a reply. Waits up to `REPLY_SECONDS` for space, because heartbeats fill the pipe if the rank reads nothing."""
         self._write(event, fields, REPLY_SECONDS)
 
     def beat(self, **fields: Any) -> None:
-        """Write a heartbeat, if there is room."""
+        """Send a heartbeat, if there is space."""
         self._write("beat", fields, 0.0)
 
     def _write(self, event: str, fields: dict[str, Any], seconds: float) -> None:
@@ -165,7 +176,7 @@ class Replies:
 
 
 class Writer:
-    """Carries out the commands of one rank."""
+    """Carries out the commands of one rank. `reply` is `Replies.send`."""
 
     def __init__(self, buffer: SnapshotBuffer, reply: Callable[..., None]) -> None:
         self._buffer = buffer
@@ -177,9 +188,10 @@ class Writer:
         self.written = 0
         """Bytes written to storage so far."""
         self.phase = "idle"
+        """What the writer does now: "idle", "writing", "waiting", "committing" or "deleting"."""
 
     def do(self, command: Command) -> None:
-        """Carry out a command; what fails is a reply."""
+        """Carry out a command. A failure is sent as a reply and not raised."""
         if isinstance(command, WriterSetup):
             self._setup = command
             self._contents = contents_of(command.contents)
@@ -204,8 +216,9 @@ class Writer:
             self.phase = "idle"
 
     def _save(self, setup: WriterSetup, save: Save) -> None:
+        """Write this rank's part of a save. The first rank's writer also commits the checkpoint and deletes old ones."""
         attempt = self._attempt(setup, save)
-        attempt.check_owner()  # without the lease no folder appears for which to wait
+        attempt.check_owner()  # without the lease the folder would never appear, and this writer would wait for it
         self._buffer.begin_saving(save.generation)
         if self._copier is not None and save.to_partner:
             self._copy_to_partner(self._copier, setup, save)
@@ -232,7 +245,8 @@ class Writer:
         self._reply("deleted", step=save.step)
 
     def _write_and_commit(self, setup: WriterSetup, save: Save, attempt: SaveAttempt) -> None:
-        """Write the first rank's part, wait for the others' and make the checkpoint visible."""
+        """Write the first rank's file, wait for the other ranks' files, and commit the checkpoint."""
+        # Start of the write, its end, and the end of the wait for other ranks.
         times = [time.perf_counter()]
         files = self._write(setup, save, attempt.folder)
         times.append(time.perf_counter())
@@ -248,6 +262,7 @@ class Writer:
         self._reply("committed", step=save.step, path=str(attempt.target), bytes=size, seconds=seconds)
 
     def _write(self, setup: WriterSetup, save: Save, folder: Path) -> dict[str, FileRecord]:
+        """Write the rank's file into `folder`, and read the replica's snapshot at the same time. Return the file's record by name."""
         with ThreadPoolExecutor(1) as beside:
             replica = beside.submit(self._describe_replica, setup, save)
             return self._write_own(setup, save, folder, replica.result)
@@ -255,7 +270,7 @@ class Writer:
     def _write_own(
         self, setup: WriterSetup, save: Save, folder: Path, replica: Callable[[], SnapshotRecord | None]
     ) -> dict[str, FileRecord]:
-        """Write the rank's file; the record in the snapshot buffer then also has what `replica` returns."""
+        """Write the rank's file, and store its record in the snapshot buffer, with `replica()` as the replica's record."""
         if not setup.headers:
             self._record(setup, save, None, replica())
             return {}
@@ -279,6 +294,7 @@ class Writer:
         return {name: record}
 
     def _copy_to_partner(self, copier: PartnerCopier, setup: WriterSetup, save: Save) -> None:
+        """Begin to copy the snapshot to the partner, with a comparison of its checksums."""
         checksums = _checksums(setup.headers, save.checksums)
 
         def describe(file: FileRecord | None) -> bytes:
@@ -289,7 +305,10 @@ class Writer:
         copier.start(_name(setup, save), image, save.generation, describe, checksums.add)
 
     def _describe_replica(self, setup: WriterSetup, save: Save) -> SnapshotRecord | None:
-        """The record of the replica's snapshot in the snapshot buffer; None if there is none, or if it is not the state that was copied."""
+        """Return the record of the replica's snapshot in the snapshot buffer.
+
+        Returns None if there is no replica, or if its data are not the state that was copied.
+        """
         if setup.replica is None:
             return None
         own = len(setup.headers)
@@ -300,7 +319,7 @@ class Writer:
             block = image.block(index)
             digests.append(block_digest(block))
             checksums.add(*image.data_of_block(index))
-            self._buffer.count_saved(len(block))  # a start that waits for the record sees progress
+            self._buffer.count_saved(len(block))  # so that a start of the run that waits for the record sees progress
         try:
             checksums.check()
         except Damaged as error:
@@ -310,7 +329,7 @@ class Writer:
         return _snapshot_record(setup, save, setup.replica, setup.replica_headers, file)
 
     def _record(self, setup: WriterSetup, save: Save, file: FileRecord | None, replica: SnapshotRecord | None) -> bytes:
-        """Store in the snapshot buffer what another process needs to load the snapshots from there; returns it."""
+        """Store in the snapshot buffer, and return, the record with which another process can load its snapshots."""
         own = _snapshot_record(setup, save, setup.rank, setup.headers, file)
         record = replace(own, replica=replica).encode()
         with self._recording:
@@ -326,7 +345,7 @@ class Writer:
         self._buffer.count_saved(written)
 
     def _check_generation(self, save: Save) -> None:
-        """Raise Damaged unless the snapshot buffer holds the snapshot: a stopped writer may resume during the copy of the next one."""
+        """Raise Damaged unless the buffer still has the snapshot. A stopped writer may continue during the next copy."""
         if self._buffer.generation != save.generation:
             raise Damaged(f"the snapshot of step {save.step} is no longer in host memory; this writer was stopped")
 
@@ -343,7 +362,7 @@ class Writer:
 
 
 def _checksums(headers: Sequence[Any], expected: Sequence[Sequence[int]]) -> BufferChecksums:
-    """The comparison of a pass over a snapshot's data with the checksums of the state."""
+    """Return an object that compares the data of a snapshot with the checksums of the state."""
     return BufferChecksums([key for key, _, _ in headers], _sizes(headers), expected)
 
 
@@ -359,26 +378,26 @@ def _name(setup: WriterSetup, save: Save) -> SnapshotName:
 def _snapshot_record(
     setup: WriterSetup, save: Save, rank: int, headers: list[Any], file: FileRecord | None
 ) -> SnapshotRecord:
-    """The record of the snapshot of `rank`, which is this rank or its replica."""
+    """Return the record of the snapshot of `rank`, which is this rank or its replica."""
     contents, state = ({}, None) if rank else (setup.contents, save.plain.get(STATE))
     name = replace(_name(setup, save), rank=rank)
     return SnapshotRecord(**asdict(name), headers=headers, file=file, contents=contents, state=state)
 
 
 def done_name(rank: int) -> str:
-    """The file that a rank's writer publishes when its part is durable."""
+    """Return the name of the file that a rank's writer publishes when its part is durable."""
     return f"rank-{rank:05d}.done"
 
 
 def failed_name(rank: int) -> str:
-    """The file that a rank's writer publishes when its part will not become durable."""
+    """Return the name of the file that a rank's writer publishes when its part has failed."""
     return f"rank-{rank:05d}.failed"
 
 
 def peer_files(attempt: SaveAttempt, ranks: int, seconds: float) -> dict[str, FileRecord]:
-    """The records of the files of all ranks but the first, once all are durable; their `done` files are removed.
+    """Wait until the files of all ranks but the first are durable. Return their records, and remove the `done` files.
 
-    Raises OutOfResources when a rank reports a failure, or when some did not report within `seconds`.
+    Raises OutOfResources if a rank reports a failure, or has not reported within `seconds`.
     """
     missing = set(range(1, ranks))
     files = {}
@@ -404,6 +423,7 @@ def peer_files(attempt: SaveAttempt, ranks: int, seconds: float) -> dict[str, Fi
 
 
 def _wait_for_folder(attempt: SaveAttempt, seconds: float) -> None:
+    """Wait until the first rank's writer has created the attempt's folder. Raises BadInput after `seconds`."""
     deadline = time.monotonic() + seconds
     pause = POLL_SECONDS[0]
     while not attempt.folder.is_dir():
@@ -417,7 +437,7 @@ def _wait_for_folder(attempt: SaveAttempt, seconds: float) -> None:
 
 
 class _Warnings(logging.Handler):
-    """Sends warnings to the rank, which reports them."""
+    """Sends warnings to the rank, which logs them."""
 
     def __init__(self, replies: Replies) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,7 @@
-"""A rank's end of its writer: starts the process, gives it one save at a time, monitors and replaces it. Torch-free."""
+"""Controls a rank's writer process: starts it, gives it one save at a time, monitors it, and replaces it.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, MeshwrightError, Ou
 from meshwright.spec.secrets import without_secrets
 
 SILENT_SECONDS = 30.0
-"""A writer that sends no heartbeat for so long is killed: it was stopped, or its host is overloaded."""
+"""A writer without heartbeats for this many seconds is killed: it was stopped, or its host is overloaded."""
 STALLED_SECONDS = 300.0
-"""A writer that sends heartbeats and writes nothing for so long is killed: its storage hangs."""
+"""A writer that sends heartbeats but writes nothing for this many seconds is killed: its storage hangs."""
 
 log = logging.getLogger("meshwright")
 
 
 class WriterProcess:
-    """The writer of one rank. Methods are called by one thread at a time, `kill` by any."""
+    """The writer of one rank. One thread at a time may call its methods; any thread may call `kill`."""
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class WriterProcess:
         silent_seconds: float = SILENT_SECONDS,
         stalled_seconds: float = STALLED_SECONDS,
     ) -> None:
-        """Writers inherit the descriptors `kept_open`, by which others see that one still runs."""
+        """Writers inherit the descriptors `kept_open`. Other processes see by them that a writer still runs."""
         self._buffer = buffer
         self._setup = setup
         self._kept_open = kept_open
@@ -48,14 +51,14 @@ class WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._incomplete = b""
         self.starts = 0
-        """Writers started so far: more than one means that some failed."""
+        """Number of writers started so far. More than one means that some have failed."""
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start a writer unless one runs."""
+        """Start a writer, unless one is running."""
         if self._process is not None and self._process.poll() is None:
             return
         self._release()
@@ -76,10 +79,11 @@ class WriterProcess:
         self._send(self._setup)
 
     def save(self, save: Save, committed: Callable[[dict[str, Any]], None]) -> None:
-        """Have a snapshot written; `committed` is called with the reply of the first rank's writer once the checkpoint is visible.
+        """Write a snapshot, and return when the writer is idle again.
 
-        Returns when the writer is idle again. Raises the writer's failure, and OutOfResources when the writer had to be killed or died;
-        another one is then running, and has discarded the attempt.
+        On the first rank, `committed` is called with the writer's reply once the checkpoint is visible. Raises the
+        writer's failure. Raises OutOfResources if the writer died or had to be killed; then another writer runs, and has
+        been told to discard the attempt.
         """
         try:
             self.start()
@@ -99,24 +103,24 @@ class WriterProcess:
             raise OutOfResources(f"saving step {save.step}: {lost}; another writer was started") from None
 
     def discard(self, save: Save) -> None:
-        """Have the attempt of a save that failed on this rank removed; does not wait for it."""
+        """Tell the writer to discard the attempt of a save that failed on this rank. Does not wait for it."""
         with suppress(_WriterLost, OSError):
             self.start()
             self._send(Discard(save.step, save.attempt))
 
     def kill(self) -> None:
-        """End the writer at once."""
+        """Kill the writer at once."""
         process = self._process
         if process is not None and process.poll() is None:
             process.kill()
             process.wait()
 
     def close(self) -> None:
-        """Let the writer end once it has carried out its commands; does not wait for it."""
+        """Let the writer end after the commands that it has. Does not wait for it."""
         self._release()
 
     def _send(self, command: Command) -> None:
-        """Write a command, waiting for room as long as the writer sends heartbeats."""
+        """Send a command. Waits for space in the pipe for as long as a writer may be silent."""
         assert self._process is not None and self._process.stdin is not None
         line = memoryview(encode(command))
         descriptor = self._process.stdin.fileno()
@@ -129,7 +133,8 @@ class WriterProcess:
                 raise _WriterLost(self._end()) from None
 
     def _replies(self) -> Iterator[dict[str, Any]]:
-        """The writer's replies except heartbeats. Raises _WriterLost if it ends, stays silent, or writes nothing for too long."""
+        """Yield the writer's replies except heartbeats. Raises _WriterLost if it ends, is silent, or makes no progress."""
+        # (time of the last progress, phase, bytes written).
         progress = (time.monotonic(), "", -1)
         while True:
             for reply in self._read():
@@ -147,6 +152,7 @@ class WriterProcess:
                 raise _WriterLost(f"the writer was {progress[1]} and made no progress for {self._stalled:.0f} s")
 
     def _read(self) -> list[dict[str, Any]]:
+        """Return the replies that have arrived. Raises _WriterLost if none arrives in time, or if the writer has ended."""
         assert self._process is not None and self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         poll = select.poll()
@@ -160,6 +166,7 @@ class WriterProcess:
         return [json.loads(line) for line in lines]
 
     def _end(self) -> str:
+        """Return a text on how the writer ended."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(5)
@@ -167,6 +174,7 @@ class WriterProcess:
         return "the writer closed its pipe"
 
     def _release(self) -> None:
+        """Close the pipes to the writer, and forget it."""
         if self._process is not None:
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None

@@ -1,1 +1,1 @@
-"""Text that is read without preparation: listing and index of the files, loader processes, cache, and lanes."""
+"""Reads text without preparation: lists and indexes the files, runs loader processes, and keeps the cache and the lanes."""

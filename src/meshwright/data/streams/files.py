@@ -1,4 +1,4 @@
-"""A stored file as a binary file object, for readers of parquet and of compressed data."""
+"""Presents a file of a store as a binary file object, for the parquet reader and for decompressors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from meshwright.data.streams.stores import Store, StoredFile
 
 BLOCK_BYTES = 4 << 20
-"""Bytes that a small read fetches; the next as many are fetched at the same time where a file is read in order."""
+"""Bytes that one fetch gets for a small read. If the file is read in order, the next block of this size is fetched at the same time."""
 TAIL_BYTES = 64 << 10
-"""Bytes that a read near the end fetches: the footer of most parquet files."""
+"""Bytes that a read near the end of the file fetches. They contain the footer of most parquet files."""
 
 
 class ObjectFile(io.RawIOBase):
-    """A file of a store, read in blocks: small reads share a block, large ones are requests of their own."""
+    """A file of a store, opened for reading. Small reads share a cached block; a large read is a request of its own."""
 
     def __init__(self, store: Store, file: StoredFile) -> None:
         self._store = store
@@ -46,7 +46,7 @@ class ObjectFile(io.RawIOBase):
         return len(piece)
 
     def read(self, size: int | None = -1) -> bytes:
-        """Bytes up to `size`, fewer at the end of the file only; all that are left if it is negative."""
+        """Read `size` bytes, or all remaining bytes if `size` is negative. Fewer bytes come back only at the end of the file."""
         stop = self._file.size if size is None or size < 0 else min(self._at + size, self._file.size)
         pieces = []
         while self._at < stop:
@@ -60,7 +60,7 @@ class ObjectFile(io.RawIOBase):
         super().close()
 
     def _piece(self, start: int, stop: int) -> bytes:
-        """Bytes from `start` on, at least one and at most up to `stop`, if there are any."""
+        """Return some of the bytes [start, stop), at least one. Empty if `start` is not before `stop`."""
         if start >= stop:
             return b""
         if not self._start <= start < self._start + len(self._block):
@@ -70,7 +70,10 @@ class ObjectFile(io.RawIOBase):
         return self._block[start - self._start : stop - self._start]
 
     def _load(self, start: int) -> None:
-        """Make the block that begins at `start` the current one, and fetch the one behind it if blocks follow each other."""
+        """Fetch the block that contains `start`, and make it the current block.
+
+        If this block follows the previous one, the file is read in order, and a thread begins to fetch the next block.
+        """
         in_order = bool(self._block) and start == self._start + len(self._block)
         size = self._file.size
         if size - start <= TAIL_BYTES:

@@ -1,4 +1,7 @@
-"""The documents of a group of a stored file, in order. A document that cannot be used becomes a BadDocument; other damage is an error."""
+"""Reads the documents of one group of a stored file, in order.
+
+A document that cannot be used becomes a BadDocument. Damage to the file itself is an error.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,16 @@ from meshwright.data.streams.stores import Store, StoredFile
 from meshwright.spec.errors import Damaged
 
 KEPT_FOOTERS = 16
+"""Parquet footers that a process keeps in memory."""
 MOST_READ = 1 << 20
-"""Bytes of a read of decompressed lines, and of one beyond the end of a group."""
+"""Maximum number of bytes of one read: of decompressed lines, and of the rest of a line that goes on after the end of its group."""
 
 
 def group_documents(store: Store, file: StoredFile, number: int, text: str) -> Iterator[CorpusDocument | BadDocument]:
-    """The documents of group `number` of a file; `text` is the column or key of the text.
+    """Yield the documents of group `number` of a file. `text` is the column or key that holds the text.
 
-    Ends with a check that the file is still the same. Raises BadInput where it is not, Damaged and CommunicationFailure.
+    After the last document it checks that the file is still the one in the index. Raises BadInput if the file has
+    changed, Damaged if it cannot be decoded, and CommunicationFailure if the store does not answer.
     """
     shown = InputFile(Path(file.name), file.name, file.name, file.size)
     form = format_of(file.name)
@@ -47,6 +52,7 @@ def group_documents(store: Store, file: StoredFile, number: int, text: str) -> I
 def _rows(
     store: Store, file: StoredFile, shown: InputFile, group: int, text: str
 ) -> Iterator[CorpusDocument | BadDocument]:
+    """Yield the documents of row group number `group` of a parquet file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -68,7 +74,7 @@ def _rows(
 
 @lru_cache(maxsize=KEPT_FOOTERS)
 def _metadata(store: Store, file: StoredFile) -> Any:
-    """The footer of a parquet file."""
+    """Return the footer of a parquet file, which describes its row groups and columns."""
     import pyarrow.parquet
 
     with ObjectFile(store, file) as content:
@@ -78,7 +84,11 @@ def _metadata(store: Store, file: StoredFile) -> Any:
 def _lines(
     stream: io.BufferedIOBase, shown: InputFile, start: int, text: str
 ) -> Iterator[CorpusDocument | BadDocument]:
-    """The documents of lines; `start` is the byte of the first in the decompressed file. A line's number is the byte at which it begins."""
+    """Yield the documents of a stream of JSON lines.
+
+    `start` is the offset in bytes at which the first line begins in the decompressed file. The offset of a line is its
+    number in messages.
+    """
     while line := stream.readline(LONGEST_LINE + 1):
         where = f"{shown.name}: line at byte {start}"
         if len(line) > LONGEST_LINE:
@@ -95,12 +105,15 @@ def _lines(
 
 
 def _chunk(store: Store, file: StoredFile, number: int) -> tuple[int, bytes]:
-    """The lines that begin in a group of a file of lines, and the byte at which the first begins."""
+    """Return the lines that begin in a group of an uncompressed file of lines, and the offset in bytes of the first of them.
+
+    The last of these lines may end after the end of the group, so this reads on until the line ends.
+    """
     start = number * CHUNK_BYTES
     stop = min((number + 1) * CHUNK_BYTES, file.size)
     first = start
     content = store.read(file, max(start - 1, 0), stop)
-    if start:  # a line that began earlier is of an earlier group
+    if start:  # The group before this one has the line that begins before `start`.
         line_end = content.find(b"\n")
         if line_end < 0:
             return stop, b""

@@ -1,10 +1,17 @@
-"""The tokens of a group in a file of the cache, and the cache.
+"""Stores the tokens of one group in a file of the cache, and limits the size of the cache.
 
-    <name>.tokens    token ids, then for each document its number of tokens and its place in the group, a description in JSON, the
-                     length of the description (8 bytes, little endian), and the mark
+A file is `<name>.tokens` and consists of:
 
-The name is a digest of the file's name, size and tag, the number of the group, the key of the text, the tokenizer and what begins and ends
-a text, so that a file is right for every run of the same text and tokenizer. Its description has a digest of what stands before it.
+    token ids                            of all documents, one after another
+    documents × int32                    the number of tokens of each document
+    documents × int64                    the place of each document in the input file
+    JSON                                 a GroupRecord
+    8 bytes, little endian               the length of the JSON
+    8 bytes                              MARK
+
+The name is a digest of everything that the tokens depend on: name, size and tag of the input file, number of the group,
+key of the text, tokenizer, and the tokens that begin and end a text. So every run with the same settings can use the
+file. The JSON has a digest of the bytes before it.
 """
 
 from __future__ import annotations
@@ -31,63 +38,75 @@ from meshwright.spec.errors import OutOfResources
 from meshwright.spec.fields import from_checked_plain
 
 MARK = b"mwgroup1"
+"""Last bytes of every group file."""
 FORMAT = 1
+"""Version of the file format. It is part of the name, so files of another version are not found."""
 SUFFIX = ".tokens"
+"""Ending of the names of group files."""
 LOCKS = 64
-"""Lock files of a cache; groups share them by name."""
+"""Number of lock files of a cache. A group uses the lock file that its name selects; several groups share one."""
 READ_BYTES = 1 << 22
+"""Bytes that verification reads at once."""
 VERIFIED = 4096
-"""Verified groups that a process remembers."""
+"""Groups that a process remembers as verified."""
 NAMED = 3
-"""Unusable documents of a group that are named."""
+"""Unusable documents of a group that are named in messages."""
 ABANDONED_SECONDS = 3600.0
-"""Seconds without a write after which a partial file is of no process."""
+"""Seconds without a write after which a partial file is regarded as abandoned and deleted."""
 LOW_WATER = 0.9
-"""Share of its bound to which a full cache is emptied."""
+"""When a cache is full, files are deleted until its size is this fraction of its limit."""
 
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """The description of a group: counts, the tokens' type, bytes of text, unusable documents and the first of them, and the digest."""
+    """What a group file says about itself."""
 
     documents: int
+    """Number of usable documents."""
     tokens: int
+    """Number of tokens of all documents."""
     dtype: str
+    """Name of the NumPy type of the token ids."""
     text_bytes: int
+    """Bytes of the documents' texts in UTF-8."""
     bad: int
+    """Number of unusable documents, which are left out."""
     first_bad: tuple[str, ...]
+    """Descriptions of the first unusable documents."""
     digest: str
+    """xxh3_128 of all bytes before the JSON, in hexadecimal."""
 
 
 class Cache:
-    """A folder of group files with a bound on their bytes. Any number of processes of a host share it."""
+    """A folder of group files with a limit on their total size, `most_bytes`. All processes of a host can share one."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self.folder = folder
         self.most_bytes = most_bytes
         self._written = most_bytes
-        """Bytes written since the last look at the bound; the first write looks."""
+        """Bytes written since the cache was last compared with its limit. The initial value makes the first write compare."""
 
     def path(self, name: str) -> Path:
+        """Return the path of the file of the group `name`, which need not exist."""
         return self.folder / name[:2] / f"{name}{SUFFIX}"
 
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
-        """Hold the lock of a group: of several processes that need it one makes it, and the others wait."""
+        """Hold the lock of the group `name`. If several processes need the group, one makes it while the others wait."""
         self.path(name).parent.mkdir(parents=True, exist_ok=True)
         with open(self.folder / f"lock-{int(name[:8], 16) % LOCKS}", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def make_room(self, size: int) -> None:
-        """Count `size` written bytes, and remove the files that were read least lately where the cache is beyond its bound."""
+        """Note that `size` bytes were written. If the cache exceeds its limit, delete the files that were read least recently."""
         self._written += size
         if self._written < self.most_bytes // 50:
             return
         self._written = 0
         for path in self.folder.glob(f"*/*{PARTIAL}"):
             with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:  # of a process that was killed
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:  # Its process was killed.
                     path.unlink()
         files = []
         for path in self.folder.glob(f"*/*{SUFFIX}"):
@@ -105,7 +124,7 @@ class Cache:
 
 
 def texts_digest(tokenizer: LoadedTokenizer) -> str:
-    """Digest of what tokens of a text follow from: the tokenizer, and the tokens that begin and end a text."""
+    """Return a digest of the tokenizer and of the tokens that begin and end each text. The tokens of a text depend on nothing else."""
     named = [
         tokenizer.record.digest,
         tokenizer.record.eos,
@@ -115,13 +134,19 @@ def texts_digest(tokenizer: LoadedTokenizer) -> str:
 
 
 def group_name(file: StoredFile, number: int, text: str, texts: str) -> str:
-    """The name of group `number` of a file, of the text under the key `text`; `texts` is the digest of `texts_digest`."""
+    """Return the name of group `number` of a file in the cache. `text` is the key of the text, `texts` the result of `texts_digest`."""
     named = [FORMAT, file.name, file.size, file.tag, number, text, texts]
     return digest(json.dumps(named).encode("utf-8", "surrogateescape"))
 
 
 def write_group(path: Path, documents: Iterable[EncodedDocument], dtype: str, bad: list[str]) -> GroupRecord:
-    """Write a group. `bad` is filled while `documents` are drawn. Raises OutOfResources where the disk is full."""
+    """Write the file of a group and return its record.
+
+    `documents` yields the group's usable documents with their tokens.
+
+    The generator `documents` appends descriptions of unusable documents to `bad` while it runs. Raises OutOfResources
+    if the file cannot be written, for example because the disk is full.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     lengths = []
     places = []
@@ -154,7 +179,7 @@ def write_group(path: Path, documents: Iterable[EncodedDocument], dtype: str, ba
 
 
 def read_record(path: Path) -> GroupRecord | None:
-    """The description of a group whose bytes are those that were written; None if there is none, or a damaged one."""
+    """Read a group file and verify its digest. Returns its record, or None if the file is missing or damaged."""
     try:
         with path.open("rb") as file:
             record, before = _description(file.fileno())
@@ -168,13 +193,13 @@ def read_record(path: Path) -> GroupRecord | None:
 
 
 class VerifiedGroups:
-    """The groups that this process has verified: each file once, as lanes ask for parts of a group one after another."""
+    """The group files that this process has verified. Several lanes ask for parts of one group, and its file is verified only once."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Path, tuple[int, int, GroupRecord]] = OrderedDict()
 
     def read(self, path: Path) -> GroupRecord | None:
-        """`read_record`, of a file that was verified before without reading it."""
+        """Like `read_record`, but a file that was verified before is not read again."""
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -192,7 +217,7 @@ class VerifiedGroups:
 
 
 def _description(descriptor: int) -> tuple[GroupRecord, int]:
-    """The description of an open group, and the bytes before it. Raises ValueError for what is none."""
+    """Return the record of an open group file, and the number of bytes before the record. Raises ValueError if it is no group file."""
     size = os.fstat(descriptor).st_size
     end = os.pread(descriptor, 8 + len(MARK), max(size - 8 - len(MARK), 0))
     length = int.from_bytes(end[:8], "little")
@@ -203,11 +228,11 @@ def _description(descriptor: int) -> tuple[GroupRecord, int]:
 
 
 class GroupFile:
-    """An open group. Raises FileNotFoundError."""
+    """An open group file, whose tokens are read on demand. Raises FileNotFoundError if there is no such file."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY)
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # The file belongs to another user, so its time of last use cannot be set.
             os.utime(path)
         self.record, _ = _description(self._descriptor)
         self._dtype = np.dtype(self.record.dtype)
@@ -218,17 +243,20 @@ class GroupFile:
 
     @cached_property
     def bounds(self) -> np.ndarray:
-        """Token at which each document begins, and the end of the last: `(documents + 1,)` int64."""
+        """The number of the token at which each document begins, followed by the number of tokens: `(documents + 1,)` int64."""
         start = self.record.tokens * self._dtype.itemsize
         lengths = self._array(start, self.record.documents, np.dtype(np.int32))
         return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop), int64."""
+        """Return tokens [start, stop) of the group, int64."""
         return self._array(start * self._dtype.itemsize, stop - start, self._dtype).astype(np.int64)
 
     def place(self, document: int) -> int:
-        """The place of a document in its file: its row in the row group, or the byte at which its line begins."""
+        """Return where a document is in its input file.
+
+        This is its row in the row group of parquet, or the offset in bytes at which its line begins.
+        """
         start = self.record.tokens * self._dtype.itemsize + self.record.documents * 4
         return int(self._array(start + 8 * document, 1, np.dtype(np.int64))[0])
 

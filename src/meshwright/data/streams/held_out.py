@@ -1,4 +1,4 @@
-"""Validation text from files: a part of it, prepared in the cache when it is first needed."""
+"""Prepares text for validation from files that are otherwise read without preparation. The result is kept in the cache."""
 
 from __future__ import annotations
 
@@ -19,16 +19,24 @@ from meshwright.spec.errors import BadInput, attach_key
 from meshwright.spec.job import DataSpec, StreamSpec
 
 MOST_TOKENS = 1 << 21
-"""Tokens of text that are prepared without `data.validation_tokens`: twice what a validation then reads at most."""
+"""Number of tokens to prepare, unless twice `data.validation_tokens` is more. A validation reads at most half of it by default."""
 TEXTS = "texts.jsonl"
+"""File in the folder with the chosen texts, one JSON object a line."""
 DATA = "data"
+"""Folder of the prepared data."""
 KEY = "data.validation"
+"""Key of the run file that errors name."""
 
 
 def validation_directory(spec: DataSpec, stream: StreamSpec, tokenizer: StreamTokenizer) -> Path:
-    """The prepared data of groups of `stream` in a fixed random order, of so many tokens as a validation reads, or of all.
+    """Prepare validation text from the stream and return its directory.
 
-    Any number of processes may call it at once. Raises as `data.streams.open.open_streams` does.
+    A directory that was prepared before is used again.
+
+    The text consists of whole groups of the source in a fixed random order. Groups are added until they have about
+    twice as many tokens as a validation reads, or until the source has no more. Any number of processes may call this
+    at the same time. Raises the errors of `data.streams.open.open_streams`, and BadInput if the chosen groups have no
+    usable document.
     """
     settings = settings_of(spec, tokenizer)
     tokens = max(MOST_TOKENS, 2 * (spec.validation_tokens or 0))
@@ -51,7 +59,10 @@ def validation_directory(spec: DataSpec, stream: StreamSpec, tokenizer: StreamTo
 
 
 def _chosen(index: SourceIndex, tokens: int) -> list[int]:
-    """The first groups of a fixed random order that together have so many tokens, or all."""
+    """Return the numbers of the first groups, in a fixed random order, that have at least about `tokens` tokens together.
+
+    If all groups together have fewer, all are returned.
+    """
     order = permute(np.arange(index.groups), index.groups, f"validation/{index.digest}")
     totals = np.cumsum(index.group_bytes[order]) * index.tokens_per_byte
     return order[: int(np.searchsorted(totals, tokens)) + 1].tolist()

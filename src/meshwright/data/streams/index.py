@@ -1,8 +1,8 @@
-"""The index of a source: its files, and in them the groups that are read at a time, with their sizes.
+"""The index of a source: its files, the groups into which each file is divided, and the size of each group.
 
-A group is a row group of parquet, about 8 MB of lines of a file of JSON lines, or all of such a file if it is compressed. Of parquet only
-the footers are read, of other files nothing. The index is kept in the cache; a file whose size and tag are those of the kept index is not
-read again.
+A group is what a loader process reads at once: a row group of a parquet file, about 8 MB of a file of JSON lines, or a
+whole compressed file of JSON lines. To make the index, only the footers of parquet files are read, and nothing of other
+files. The index is kept in the cache. A file whose size and tag are unchanged is not read again.
 """
 
 from __future__ import annotations
@@ -27,31 +27,39 @@ from meshwright.durable.writes import digest, write_durable
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
 CHUNK_BYTES = 8 << 20
-"""Bytes of a group of a file of lines."""
+"""Bytes of a group in an uncompressed file of lines."""
 COMPRESSED = 3
-"""Bytes of text that a byte of a compressed file is taken for."""
+"""Assumed ratio of the size of the text to the size of the compressed file."""
 FOOTERS_AT_ONCE = 32
+"""Parquet footers that are read at the same time."""
 FORMAT = 1
-"""Version of a kept index."""
+"""Version of the format of an index file."""
 TRAIN_SPLIT = "train"
+"""Name of the split that is read from a folder whose file names tell splits."""
 OTHER_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
+"""Words in file names that mean another split."""
 READ = ", ".join(ending for ending, layout in LAYOUTS.items() if layout in ("lines", "parquet"))
+"""Endings of the names of readable files, for messages."""
 
 
 @dataclass(frozen=True)
 class SourceIndex:
-    """The files and groups of a source. `group_file`, `group_number`, `group_bytes` `(groups,)`: file, number in it, and bytes of text.
-
-    `tokens_per_byte` is that of a sample of the text. `root` is what all names of files begin with.
-    """
+    """The files of a source and their groups. The arrays have one element for each group, of all files in order."""
 
     root: str
+    """The beginning that all names of files have in common: a folder or URL."""
     layout: str
+    """`parquet` or `lines`."""
     files: tuple[StoredFile, ...]
+    """The files, sorted by name."""
     group_file: np.ndarray
+    """Number of the group's file in `files`, `(groups,)` int32."""
     group_number: np.ndarray
+    """Number of the group in its file, `(groups,)` int32."""
     group_bytes: np.ndarray
+    """Bytes of text of the group, `(groups,)` int64. For compressed lines an estimate."""
     tokens_per_byte: float = 0.0
+    """Tokens per byte of text, measured on the first documents of the source. 0 if not measured yet."""
 
     @property
     def groups(self) -> int:
@@ -59,22 +67,22 @@ class SourceIndex:
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of text, of compressed lines an estimate."""
+        """Bytes of text of all groups. Compressed lines are estimated."""
         return int(self.group_bytes.sum())
 
     @property
     def tokens(self) -> int:
-        """Tokens of the text, estimated."""
+        """Tokens of the whole source, estimated."""
         return round(self.text_bytes * self.tokens_per_byte)
 
     @cached_property
     def digest(self) -> str:
-        """Digest of names below `root`, sizes and tags: another one means that the source has changed."""
+        """Digest of the files' names after `root`, their sizes and their tags. If it changes, the source has changed."""
         rows = [[file.name[len(self.root) :], file.size, file.tag] for file in self.files]
         return digest(json.dumps([self.layout, rows]).encode("utf-8", "surrogateescape") + self.group_bytes.tobytes())
 
     def describe(self) -> str:
-        """The source in a few words."""
+        """Return the size of the source in one line, for people."""
         kinds = {"parquet": "row groups", "lines": "groups of lines"}
         return (
             f"{len(self.files):,} files, {self.groups:,} {kinds[self.layout]}, {size_text(self.text_bytes)} of text, "
@@ -82,6 +90,7 @@ class SourceIndex:
         )
 
     def to_bytes(self) -> bytes:
+        """Return the content of an index file, which `read` loads."""
         header = {
             "format": FORMAT,
             "root": self.root,
@@ -96,7 +105,7 @@ class SourceIndex:
 
     @classmethod
     def read(cls, path: Path) -> SourceIndex | None:
-        """A kept index; None if there is none that this release can read."""
+        """Return the index in a file of the cache. None if the file is missing or damaged, or has another version of the format."""
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 header = json.loads(arrays["header"].tobytes())
@@ -114,14 +123,18 @@ class SourceIndex:
 
 
 def size_text(count: int) -> str:
-    """A number of bytes, in GB or MB."""
+    """Return a number of bytes as text, in GB or MB."""
     return f"{count / 1e9:,.3g} GB" if count >= 1e9 else f"{count / 1e6:,.3g} MB"
 
 
 def build_index(store: Store, files: str, text: str, kept: SourceIndex | None = None) -> SourceIndex:
-    """The index of the files that `files` names. `kept` is an earlier one. Raises BadInput and Damaged.
+    """Make the index of the files that `files` names: a path, folder, URL or pattern.
 
-    `tokens_per_byte` of a new index is 0.
+    `text` is the column or key of the text.
+
+    `kept` is the index of an earlier call; unchanged files take their groups from it. If nothing has changed, `kept`
+    itself is returned. Otherwise `tokens_per_byte` of the result is 0. Raises BadInput if files are missing, have a
+    format that is not read, or have no text, and Damaged if a parquet file cannot be read.
     """
     listed = _chosen(files, store.list(files))
     layout = _only_format(files, listed).layout
@@ -147,26 +160,27 @@ def build_index(store: Store, files: str, text: str, kept: SourceIndex | None = 
 
 
 def parquet_column(names: Sequence[str], text: str, where: str) -> int:
-    """The number of the column `text`. Raises BadInput that names the nearest."""
+    """Return the number of the column named `text`. If there is none, raises BadInput that names the nearest column."""
     if text not in names:
         raise BadInput(f"{where}: {no_text('column', text, names)}")
     return list(names).index(text)
 
 
 def no_text(word: str, text: str, names: Sequence[str]) -> str:
-    """A sentence for a column or key that is not there."""
+    """Return a sentence for the user: the column or key `text` does not exist; which names exist. `word` is "column" or "key"."""
     near = nearest(text, names)
     shown = ", ".join(map(repr, list(names)[:20]))
     return f"no {word} {text!r}{f' (nearest: {near!r})' if near else ''}; {word}s: {shown}; `text` names another"
 
 
 def _groups_by_file(index: SourceIndex) -> dict[StoredFile, np.ndarray]:
+    """Return the bytes of text of each group, by file."""
     counts = np.bincount(index.group_file, minlength=len(index.files))
     return dict(zip(index.files, np.split(index.group_bytes, np.cumsum(counts)[:-1]), strict=True))
 
 
 def _groups_of(store: Store, file: StoredFile, layout: str, text: str) -> np.ndarray:
-    """Bytes of text of each group of a file, int64."""
+    """Return the bytes of text of each group of a file, `(groups of the file,)` int64."""
     if layout == "parquet":
         return _row_groups(store, file, text)
     if format_of(file.name).compression is not None:
@@ -176,6 +190,7 @@ def _groups_of(store: Store, file: StoredFile, layout: str, text: str) -> np.nda
 
 
 def _row_groups(store: Store, file: StoredFile, text: str) -> np.ndarray:
+    """Return the bytes of text of each row group of a parquet file, int64. Raises Damaged if the file cannot be read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -193,6 +208,7 @@ def _row_groups(store: Store, file: StoredFile, text: str) -> np.ndarray:
 
 
 def _check_column(schema: Any, text: str, where: str) -> None:
+    """Raise BadInput unless a parquet file has a column `text` with text."""
     import pyarrow
 
     parquet_column(schema.names, text, where)
@@ -206,7 +222,12 @@ def _check_column(schema: Any, text: str, where: str) -> None:
 
 
 def _chosen(files: str, listed: Sequence[StoredFile]) -> list[StoredFile]:
-    """The files to read: those of a pattern; of a folder those with an ending that is read, of the split `train` if names tell one."""
+    """Choose which of the listed files to read.
+
+    If `files` is a pattern or names one file, all listed files are read. Of a folder only files with a readable ending
+    are. If names in the folder tell splits, such as `train-00000.parquet` and `test-00000.parquet`, only files of
+    `train` and files without a split are read.
+    """
     _, pattern = split_pattern(files)
     if pattern or (len(listed) == 1 and listed[0].name == files):
         if not listed:
@@ -223,7 +244,7 @@ def _chosen(files: str, listed: Sequence[StoredFile]) -> list[StoredFile]:
 
 
 def _split_of(name: str) -> str:
-    """The split that a word of a file's name or folders tells, as in folders of Hugging Face data sets; empty without."""
+    """Return the split that a word in a file's name or folders tells, as in Hugging Face data sets. Empty if there is no such word."""
     words = re.findall("[a-z]+", name.lower())
     return next((word for word in words if word in (TRAIN_SPLIT, *OTHER_SPLITS)), "")
 
@@ -234,7 +255,7 @@ def _is_read(name: str) -> bool:
 
 
 def _only_format(files: str, listed: Sequence[StoredFile]) -> FileFormat:
-    """The format that all files have. Raises BadInput for one that is not read, and for two."""
+    """Return the format of all files. Raises BadInput if a file is not readable, or if files have different formats."""
     first = None
     for file in listed:
         form = format_of(file.name)
@@ -253,6 +274,6 @@ def _only_format(files: str, listed: Sequence[StoredFile]) -> FileFormat:
 
 
 def index_path(cache: Path, files: str, text: str) -> Path:
-    """The kept index of a source."""
+    """Return the path of the index of a source in the cache."""
     name = files if is_url(files) else str(Path(files).absolute())
     return cache / f"index-{digest(json.dumps([name, text]).encode('utf-8', 'surrogateescape'))}.npz"

@@ -1,4 +1,4 @@
-"""The loader processes of a rank, seen from the rank: requests by priority, one process of several for each."""
+"""Gives a rank access to its loader processes: requests wait in a queue by priority, and each free process does the next one."""
 
 from __future__ import annotations
 
@@ -20,23 +20,33 @@ from meshwright.data.streams.process import Settings
 from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, MeshwrightError, OutOfResources
 
 PROGRAM = "meshwright.data.streams.process"
+"""Module that a loader process runs."""
 ATTEMPTS = 3
-"""Processes that one request may end before it is given up."""
+"""Times that a request is tried. A request that ends its process each time is given up."""
 NOW = 0
+"""Priority of a request whose answer is needed now."""
 SOON = 1
-"""Priorities of requests."""
+"""Priority of a request whose answer is needed later."""
 log = logging.getLogger("meshwright")
 
 
 @dataclass
 class _Task:
+    """A request that is not answered yet."""
+
     message: str
+    """The request as one line of JSON."""
     result: Future[dict[str, Any]] = field(default_factory=Future)
+    """Receives the answer."""
     taken: bool = False
+    """Whether a process works on it."""
 
 
 class Loaders:
-    """Processes that answer requests. Close it, or use it in a `with` block; they also end when this process ends."""
+    """Starts `processes` loader processes and passes requests to them.
+
+    Close it after use, or use it in a `with` block. The processes also end when this process ends.
+    """
 
     def __init__(self, settings: Settings, processes: int) -> None:
         self._settings = settings
@@ -49,7 +59,10 @@ class Loaders:
             thread.start()
 
     def request(self, message: Mapping[str, Any], priority: int = NOW) -> Future[dict[str, Any]]:
-        """The answer to a request, in the future. An equal request that is not answered yet is the same; it may become more urgent."""
+        """Queue a request and return the future of its answer.
+
+        If an equal request is still waiting, its future is returned, and `priority` NOW moves the request to the front.
+        """
         key = json.dumps(message)
         with self._lock:
             task = self._tasks.get(key)
@@ -61,7 +74,7 @@ class Loaders:
         return task.result
 
     def close(self) -> None:
-        """End the processes, after the requests that they work on."""
+        """End the processes. Each first finishes the request on which it works."""
         for _ in self._threads:
             self._waiting.put((-1, next(self._numbers), None))
         for thread in self._threads:
@@ -76,7 +89,7 @@ class Loaders:
         self.close()
 
     def _serve(self) -> None:
-        """Pass requests to a process of this thread's own."""
+        """The loop of one thread: start a loader process of its own, and pass requests to it one at a time."""
         process: subprocess.Popen[str] | None = None
         while (key := self._waiting.get()[2]) is not None:
             with self._lock:
@@ -89,7 +102,7 @@ class Loaders:
                 try:
                     process = process or self._start()
                     answer = _asked(process, task.message)
-                except OSError as error:  # no memory, no process left
+                except OSError as error:  # There is no memory for a process, or the limit of processes is reached.
                     answer = OutOfResources(f"a loader process cannot be started: {error.strerror or error}")
                 if isinstance(answer, dict):
                     break
@@ -104,6 +117,7 @@ class Loaders:
             process.wait()
 
     def _start(self) -> subprocess.Popen[str]:
+        """Start a loader process and send it the settings."""
         process = subprocess.Popen(
             [sys.executable, "-m", PROGRAM],
             stdin=subprocess.PIPE,
@@ -112,13 +126,13 @@ class Loaders:
             start_new_session=True,
         )
         assert process.stdin is not None
-        with suppress(OSError):  # it has died: the first request says so
+        with suppress(OSError):  # The process has died; the first request will report that.
             process.stdin.write(json.dumps(asdict(self._settings)) + "\n")
         return process
 
 
 def _asked(process: subprocess.Popen[str], message: str) -> dict[str, Any] | MeshwrightError:
-    """The answer of a process; an error if it has ended."""
+    """Send a request to a process and wait for the answer. If the process has ended, returns an error that says so."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(message + "\n")
@@ -130,6 +144,7 @@ def _asked(process: subprocess.Popen[str], message: str) -> dict[str, Any] | Mes
 
 
 def _settle(result: Future[dict[str, Any]], answer: dict[str, Any] | MeshwrightError) -> None:
+    """Set the result of a request, or the error that the answer describes."""
     if isinstance(answer, MeshwrightError):
         result.set_exception(answer)
     elif "error" in answer:

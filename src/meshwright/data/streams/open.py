@@ -23,25 +23,33 @@ from meshwright.spec.folders import user_cache
 from meshwright.spec.job import DataSpec, StreamSpec
 
 FOLDER = "streams"
-"""Folder of the user's cache."""
+"""Name of the folder in the user's cache."""
 FEWEST_LANES = 256
+"""The default number of lanes is at least this."""
 INDEXES_AT_ONCE = 8
+"""Indexes that are read at the same time."""
 
 
 def lanes_for(global_batch: int) -> int:
-    """`data.lanes` where the run does not set it."""
+    """Return the default of `data.lanes`: the least multiple of `global_batch` that is at least FEWEST_LANES."""
     return -(-FEWEST_LANES // global_batch) * global_batch
 
 
 @dataclass(frozen=True)
 class StreamTokenizer:
-    """The tokenizer of the sources that are read without preparation, and its file."""
+    """The tokenizer of the sources that are read without preparation, and the path of its `tokenizer.json`."""
 
     loaded: LoadedTokenizer
+    """The tokenizer."""
     file: Path
+    """Path of its `tokenizer.json`."""
 
     def difference(self, prepared: PreparedDirectory) -> str | None:
-        """`PreparedDirectory.format_difference`, between the text of the streams and that of a directory."""
+        """Return the first difference between the text formats of the streams and of a prepared directory, in words.
+
+        It compares like `PreparedDirectory.format_difference`. None if there is no difference, or if the directory
+        records no text format.
+        """
         manifest = prepared.manifest
         theirs = prepared.text_format
         if manifest is None or theirs is None:
@@ -51,7 +59,11 @@ class StreamTokenizer:
 
 
 def stream_tokenizer(spec: DataSpec, prepared: Iterable[PreparedDirectory]) -> StreamTokenizer:
-    """The tokenizer of the streams of `spec`: `data.tokenizer`, or that of the first `prepared` data with one. Raises BadInput."""
+    """Load the tokenizer of the streams of `spec`.
+
+    It is `data.tokenizer` if set, otherwise the tokenizer of the first directory in `prepared` that was written by this
+    program. Raises BadInput if there is no tokenizer.
+    """
     directory = next((each for each in prepared if each.manifest), None)
     end = None
     if spec.tokenizer is not None:
@@ -71,7 +83,11 @@ def stream_tokenizer(spec: DataSpec, prepared: Iterable[PreparedDirectory]) -> S
 
 
 def open_streams(spec: DataSpec, tokenizer: StreamTokenizer, *, seq_len: int, seed: int) -> dict[str, StreamSource]:
-    """The sources of `spec.streams` that `spec.mix` names. Raises BadInput, Damaged and CommunicationFailure."""
+    """Open each source of `spec.streams` that `spec.mix` names, and return the sources by name.
+
+    They share their loader processes, which start at the first request. Raises BadInput, Damaged and
+    CommunicationFailure.
+    """
     settings = settings_of(spec, tokenizer)
     loaders = _lazy(lambda: Loaders(settings, spec.loaders))
 
@@ -95,7 +111,7 @@ def open_streams(spec: DataSpec, tokenizer: StreamTokenizer, *, seq_len: int, se
 
 
 def settings_of(spec: DataSpec, tokenizer: StreamTokenizer) -> Settings:
-    """What the loader processes of a run work with."""
+    """Return the settings of the loader processes of a run."""
     cache = Path(spec.cache) if spec.cache is not None else user_cache() / FOLDER
     document_end = tokenizer.loaded.text.document_end
     end = None if document_end is None else document_end.text
@@ -103,7 +119,7 @@ def settings_of(spec: DataSpec, tokenizer: StreamTokenizer) -> Settings:
 
 
 def read_index(settings: Settings, stream: StreamSpec) -> SourceIndex:
-    """The index of a source, which a process of its own makes or brings up to date."""
+    """Return the index of a source. A loader process of its own makes it, or updates the one in the cache."""
     if is_url(stream.files):
         check_url(stream.files)
         return _index(settings, stream, ())
@@ -112,7 +128,10 @@ def read_index(settings: Settings, stream: StreamSpec) -> SourceIndex:
 
 @lru_cache(maxsize=16)
 def _index(settings: Settings, stream: StreamSpec, listed: tuple[StoredFile, ...]) -> SourceIndex:
-    """The index; of local files it is read again when their list is another one."""
+    """Read the index.
+
+    `listed` is only a key of the cache of this function: when the list of local files changes, the index is read again.
+    """
     del listed
     request = {"op": "index", "files": stream.files, "text": stream.text}
     with Loaders(settings, 1) as loaders:
@@ -124,7 +143,7 @@ def _index(settings: Settings, stream: StreamSpec, listed: tuple[StoredFile, ...
 
 
 def _lazy(make: Callable[[], Loaders]) -> Callable[[], Loaders]:
-    """A function that makes the loaders at its first call."""
+    """Return a function that starts the loaders at its first call and returns the same loaders afterwards."""
     made: list[Loaders] = []
 
     def get() -> Loaders:
@@ -136,7 +155,10 @@ def _lazy(make: Callable[[], Loaders]) -> Callable[[], Loaders]:
 
 
 def check_streams(spec: DataSpec, refusals: Mapping[str, bool]) -> None:
-    """Raise BadInput where streams meet a key that needs prepared data; `refusals` tells which of these are set."""
+    """Raise BadInput if the run uses streams together with a feature that needs prepared data.
+
+    `refusals` maps the name of each such feature to whether the run uses it.
+    """
     for what, is_set in refusals.items():
         if is_set:
             raise BadInput(

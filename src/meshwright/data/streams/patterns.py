@@ -1,4 +1,4 @@
-"""Names of files in a folder or an object store by a pattern: `*` and `?` stay within a folder, `**` crosses folders."""
+"""Patterns for names of files in a folder or an object store. `*` and `?` match within one folder, `**` also across folders."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/@?]*)(/[^?]*)?")
 
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
-"""Stores that can be listed."""
+"""Schemes of the URLs of stores whose files can be listed."""
 
 
 def is_url(files: str) -> bool:
+    """Return whether `files` is a URL, not a path."""
     return "://" in files
 
 
 def check_url(files: str) -> str:
-    """The scheme of a URL. Raises BadInput, without showing it, for one that has credentials or a query."""
+    """Return the scheme of a URL, in lower case.
+
+    Raises BadInput if it is not the URL of a known store, or if it contains credentials or a query. In the latter case
+    the message does not show the URL.
+    """
     match = _URL.fullmatch(files)
     if match is None:
         shown = f"{files.partition('://')[0]}://…"
@@ -33,7 +38,11 @@ def check_url(files: str) -> str:
 
 
 def split_pattern(files: str) -> tuple[str, str]:
-    """The folder before the first wildcard, without a slash at its end, and the pattern below it; empty for a plain name."""
+    """Split `files` at its first wildcard: (folder without a final slash, pattern below that folder).
+
+    The pattern is empty if there is no wildcard: `s3://b/web/*.parquet` gives (`s3://b/web`, `*.parquet`), `a.jsonl`
+    gives (`a.jsonl`, ``).
+    """
     found = _WILD.search(files)
     if found is None:
         return files, ""
@@ -44,7 +53,7 @@ def split_pattern(files: str) -> tuple[str, str]:
 
 
 def matcher(pattern: str) -> re.Pattern[str]:
-    """A regular expression of the names below a folder that match `pattern`."""
+    """Return a regular expression that matches the names that `pattern` matches. Names are relative to the folder."""
     parts = []
     at = 0
     while at < len(pattern):

@@ -1,9 +1,12 @@
-"""A loader process: reads and tokenises groups of files for a rank, or makes the index of a source. Torch-free.
+"""The program of a loader process: it reads and tokenises groups of files for a rank, or makes the index of a source.
+
+It is torch-free.
 
     python -m meshwright.data.streams.process
 
-It reads a line of JSON with its settings from standard input, then one for each request, and writes one for each answer, with the request's
-result or `{"error": text, "code": exit code}`. It ends with standard input, or when its parent has ended.
+The first line of standard input is the Settings as JSON. Each further line is a request as JSON. The process writes one
+line of JSON for each request: its result, or `{"error": text, "code": exit code}`. It ends when standard input ends or
+when its parent process has ended.
 """
 
 from __future__ import annotations
@@ -35,25 +38,30 @@ from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 
 PARENT_SECONDS = 2.0
-"""Seconds between looks whether the parent still runs."""
+"""Seconds between two checks whether the parent process still runs."""
 SAMPLED_DOCUMENTS = 256
-"""Documents whose tokens per byte are taken for all."""
+"""Documents of a source on which the tokens per byte are measured."""
 log = logging.getLogger("meshwright")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a loader process works with: tokenizer and its end of a document, cache and its bound, seconds of trying a request."""
+    """The settings of a loader process."""
 
     tokenizer: str
+    """Path of the tokenizer.json or of its folder."""
     end: str | None
+    """Token that ends a document; None for the tokenizer's own."""
     cache: str
+    """Folder of the cache."""
     cache_bytes: int
+    """Limit on the size of the cache, in bytes."""
     patience: float
+    """Seconds for which a failing request to a store is repeated."""
 
 
 class Worker:
-    """Answers requests."""
+    """Does the requests of one loader process."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -70,7 +78,14 @@ class Worker:
         return _fast_encoder(self._tokenizer)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request of `loaders`. Raises MeshwrightError."""
+        """Do one request and return its result. Raises MeshwrightError.
+
+        The requests, by `op`:
+
+            index    files, text             makes or updates the index of a source; returns its path
+            group    file, group, text       makes sure that the cache has the tokens of a group; returns what is known of its bad documents
+            texts    groups, text, path      writes the texts of groups as lines of JSON; returns nothing
+        """
         if request["op"] == "index":
             return {"path": str(self.index(request["files"], request["text"]))}
         if request["op"] == "texts":
@@ -82,7 +97,7 @@ class Worker:
         return {"bad": record.bad, "first_bad": record.first_bad}
 
     def index(self, files: str, text: str) -> Path:
-        """The path of the index of a source, made or brought up to date."""
+        """Make or update the index of a source and return its path."""
         path = index_path(self._cache.folder, files, text)
         with locked(path.with_suffix(".making"), wait=True):
             kept = SourceIndex.read(path)
@@ -93,7 +108,10 @@ class Worker:
         return path
 
     def group(self, file: StoredFile, number: int, text: str) -> GroupRecord:
-        """Have the tokens of a group in the cache; it is made unless it is there."""
+        """Make sure that the tokens of a group are in the cache, and return the group's record.
+
+        If the fast encoder disagrees with the tokenizer on a text, the whole group is encoded again with the tokenizer.
+        """
         name = group_name(file, number, text, texts_digest(self._tokenizer))
         path = self._cache.path(name)
         if (record := self._verified.read(path)) is not None:
@@ -112,7 +130,7 @@ class Worker:
         return record
 
     def write_texts(self, path: Path, groups: Sequence[tuple[StoredFile, int]], text: str) -> None:
-        """Write the usable documents of these groups as lines of JSON."""
+        """Write the usable documents of these groups to `path` as lines of JSON with `id` and `text`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         documents = (
             document
@@ -128,7 +146,10 @@ class Worker:
         return write_group(path, encode_documents(documents, self._tokenizer, dtype, 1, fast), dtype, bad)
 
     def _tokens_per_byte(self, index: SourceIndex, files: str, text: str) -> float:
-        """Tokens for each byte of text, of the first documents of the source. Raises BadInput where none of them is usable."""
+        """Return the tokens per byte of text, measured on the first documents of the source.
+
+        Raises BadInput if none of them is usable.
+        """
         bad: list[str] = []
         first = index.files[int(index.group_file[0])]
         documents = _usable(group_documents(self._store(files), first, int(index.group_number[0]), text), bad)
@@ -143,7 +164,7 @@ class Worker:
         return sum(tokens for tokens, _ in encoded) / max(sum(size for _, size in encoded), 1)
 
     def _store(self, files: str) -> Store:
-        """The store of a path or URL; those of one bucket share a client."""
+        """Return the store of a path or URL. URLs of the same bucket share one store object."""
         key = "/".join(files.split("/", 3)[:3]) if "://" in files else ""
         if key not in self._stores:
             self._stores[key] = open_store(files, self._settings.patience)
@@ -151,7 +172,7 @@ class Worker:
 
 
 def _usable(documents: Iterator[CorpusDocument | BadDocument], bad: list[str]) -> Iterator[CorpusDocument]:
-    """The documents without the unusable ones, which are added to `bad`."""
+    """Yield the usable documents, and append a description of each unusable one to `bad`."""
     for document in documents:
         if isinstance(document, CorpusDocument):
             yield document
@@ -192,7 +213,11 @@ def main() -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process when its parent has: another process may have a copy of its standard input, which then does not end."""
+    """End this process when its parent has ended.
+
+    The end of standard input alone does not suffice: another child of the parent may hold a copy of the pipe and keep
+    it open.
+    """
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
     os._exit(0)

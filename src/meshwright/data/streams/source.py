@@ -1,8 +1,11 @@
-"""A source that is read without preparation: its samples by global index, from lanes (`policies.lanes`).
+"""A source that is read without preparation. Its samples have global indices and come from lanes (`policies.lanes`).
 
-A lane is an endless stream of tokens: the documents of its windows one after another, each with its end token, cut into samples of
-`seq_len` inputs, which share a token with the next as those of prepared text do. Whoever reads a sample reads its lane in order, so the
-position of each lane is state: `cursors` gives it for a checkpoint, `restore` takes it. Any rank can go on with any lane.
+A lane is an endless stream of tokens: the documents of its windows one after another, each followed by its end token.
+The stream is cut into samples of `seq_len` inputs. As in prepared data, the last target of a sample is the first input
+of the lane's next sample.
+
+Samples of a lane are read in order. So the position of each lane is state: a checkpoint stores `cursors`, and `restore`
+sets them. Any rank can continue any lane.
 """
 
 from __future__ import annotations
@@ -28,59 +31,68 @@ from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import StreamSpec
 
 PART_BYTES = 4 << 20
-"""Most bytes of text of a part of a group."""
+"""Maximum number of bytes of text in a part of a group."""
 OPEN_GROUPS = 128
-"""Groups of a source that a process has open."""
+"""Maximum number of group files of a source that a process has open."""
 REMEMBERED_GROUPS = 4096
-"""Groups of which a process knows that they were made."""
+"""Maximum number of groups that a process remembers as made."""
 AHEAD_BYTES = 2 << 20
+"""Bytes of a lane's text that are tokenised ahead. At least AHEAD_SAMPLES samples and half a window are."""
 AHEAD_SAMPLES = 2
-"""Text of a lane, in bytes and in samples, that is tokenised before it is read; half a window if that is more."""
+"""Samples of a lane that are tokenised ahead; see AHEAD_BYTES."""
 AHEAD_WINDOWS = 32
-"""Most windows of a lane that are asked for beyond the one that is read."""
+"""Maximum number of windows of a lane that are requested ahead of the current one."""
 FIRST_AHEAD = 4
-"""Steps before its first sample in which a lane's first window is asked for."""
+"""Steps between the request for a lane's first window and the lane's first sample."""
 REOPENED = 3
-"""Times that a group is made again because the cache has lost it before it was opened."""
+"""Maximum number of times that a group is made again because the cache deleted it before this process opened it."""
 EMPTY_WINDOWS = 10_000
-"""Windows without a document one after another that a lane passes over."""
+"""Maximum number of windows in a row without a document. More of them raise BadInput."""
 REMEMBERED = 64
-"""Latest positions of a lane that are kept: a checkpoint is of a step that lies before those that are read ahead."""
+"""Recent positions that are kept for each lane. They are needed because samples are read ahead of the step that a checkpoint stores."""
 NAMED_GROUPS = 20
-"""Groups with unusable documents that are reported."""
+"""Maximum number of groups whose unusable documents are reported in the log."""
 log = logging.getLogger("meshwright")
 
 
 class Cursor(NamedTuple):
-    """The position of a lane: the global index of its next sample, and where that begins: window of the lane, token of the window."""
+    """The position of a lane: where its next sample begins."""
 
     sample: int
+    """Global index of the next sample."""
     window: int
+    """Number of the window in the lane."""
     token: int
+    """Number of the token in the window."""
 
 
 class DocumentPlace(NamedTuple):
-    """Tokens [start, stop) of a document that lies at `place` of a file."""
+    """A part of a document, for reports: where the document is, and which of its tokens."""
 
     file: str
+    """Path or URL of the file."""
     place: int
+    """Row in the row group, or offset in bytes of the line (`GroupFile.place`)."""
     start: int
+    """First token of the part, counted from the beginning of the document."""
     stop: int
+    """Token after the last one of the part."""
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Documents of a window in the order in which they are read.
-
-    `ends` `(documents,)`: tokens up to the end of each. `part`, `document`: the part of the window and the number in its group.
-    `starts`: the first token of each document in its group.
-    """
+    """The documents of a window in the order in which they are read. All arrays are `(documents,)`."""
 
     parts: list[LanePart]
+    """The parts of groups of which the window consists."""
     part: np.ndarray
+    """Number in `parts` of each document's part, int32."""
     document: np.ndarray
+    """Number of each document in its group, int32."""
     starts: np.ndarray
+    """Number of each document's first token in its group, int64."""
     ends: np.ndarray
+    """Tokens of the window up to the end of each document, int64."""
 
     @property
     def tokens(self) -> int:
@@ -88,7 +100,11 @@ class _Window:
 
 
 class StreamSource:
-    """The lanes of one source. `drawn(lane, first, last)` counts the samples of the source that the lane has in [first, last)."""
+    """Reads the samples of one source from its lanes.
+
+    `drawn(lane, first, last)` counts how many of the lane's samples with a global index in [first, last) belong to this
+    source. The owner replaces it if a run mixes several sources.
+    """
 
     def __init__(
         self,
@@ -119,28 +135,28 @@ class StreamSource:
         self._loaders = loaders
         self._groups: OrderedDict[int, GroupFile] = OrderedDict()
         self._made: OrderedDict[int, Future[dict[str, Any]]] = OrderedDict()
-        """The latest groups that were asked for: one that was made need not wait for a process that is at work."""
+        """Requests for groups, newest last. A request that was answered is not sent again."""
         self._windows: dict[int, tuple[int, _Window]] = {}
-        """Number and documents of the window in which each lane is."""
+        """The window that each lane reads now: its number and its documents."""
         self._asked: set[tuple[int, int]] = set()
-        """Lanes and windows that were asked for."""
+        """Pairs (lane, window) that were requested ahead."""
         self._positions: dict[int, deque[Cursor]] = {}
-        """The latest positions of each lane that this process has read, the newest last."""
+        """The recent positions of each lane that this process has reached, oldest first."""
         self._base = np.stack([np.arange(lanes), np.zeros(lanes), np.zeros(lanes)], axis=1).astype(np.int64)
         self._lock = threading.Lock()
-        """Guards `_positions`: samples are read by another thread than checkpoints are written."""
+        """Guards `_positions`: one thread reads samples while another one writes a checkpoint."""
         self._reported: set[int] = set()
         self.drawn: Callable[[int, int, int], int] = lambda lane, first, last: len(range(first, last, lanes))
 
     def describe_size(self) -> str:
-        """The source, and how it is read, in one line."""
+        """Return the source and how much of it is read at a time, in one line for people."""
         at_once = self.lanes * WINDOW_PARTS
         size = min(self.index.text_bytes * at_once // int(self.parts.sum()), self.index.text_bytes)
         return f"{self.index.describe()}; {self.lanes:,} lanes read {size_text(size)} of it at a time, on all hosts together"
 
     @property
     def windows(self) -> int:
-        """Samples of one pass over the source, estimated."""
+        """Samples in one pass over the source, estimated."""
         return max(self.index.tokens // self.seq_len, 1)
 
     @property
@@ -149,7 +165,7 @@ class StreamSource:
         return self.index.tokens
 
     def record(self) -> dict[str, Any]:
-        """The record of the source in a checkpoint: digests of its files and tokenizer, and what the order follows from."""
+        """Return what a checkpoint stores about the source, so that a resumed run can check that the order of samples is still the same."""
         return {
             "content": self.index.digest,
             "tokenizer": self.tokenizer.digest,
@@ -160,7 +176,7 @@ class StreamSource:
         }
 
     def read(self, sample: int) -> WindowTokens:
-        """The sample with this global index."""
+        """Read the sample with this global index."""
         lane = sample % self.lanes
         cursor = self._cursor_for(lane, sample)
         tokens, begins, after = self._take(lane, cursor)
@@ -168,7 +184,7 @@ class StreamSource:
         return WindowTokens(tokens, begins, None)
 
     def describe(self, sample: int) -> list[DocumentPlace]:
-        """The documents of the inputs of a sample, which is not read."""
+        """Return the documents from which the inputs of a sample come, without reading the sample's tokens."""
         lane = sample % self.lanes
         cursor = self._cursor_for(lane, sample)
         places = []
@@ -183,14 +199,17 @@ class StreamSource:
         return places
 
     def prepare(self, samples: range) -> None:
-        """Ask for the first windows of the lanes of later samples, which are read soon."""
+        """Request the first windows of lanes that `samples` will begin to read."""
         for sample in samples:
             lane = sample % self.lanes
             if lane not in self._positions and lane not in self._windows:
                 self._ask(lane, int(self._base[lane, 1]))
 
     def cursors(self, sample: int) -> np.ndarray:
-        """The position of each lane before global sample `sample`, as far as this process knows: `(lanes, 3)` int64, as `Cursor`."""
+        """Return the position of each lane before global sample `sample`, as `Cursor`: `(lanes, 3)` int64.
+
+        Lanes that this process has not read keep the position that they had at the start or at `restore`.
+        """
         known = self._base.copy()
         with self._lock:
             for lane, positions in self._positions.items():
@@ -200,7 +219,7 @@ class StreamSource:
         return known
 
     def restore(self, cursors: np.ndarray) -> None:
-        """Go on from these positions, `(lanes, 3)` int64."""
+        """Continue from these positions, `(lanes, 3)` int64 as from `cursors`."""
         self._base = np.asarray(cursors, dtype=np.int64).copy()
         with self._lock:
             self._positions.clear()
@@ -208,7 +227,12 @@ class StreamSource:
         self._asked.clear()
 
     def _cursor_for(self, lane: int, sample: int) -> Cursor:
-        """The position of a lane at a sample; samples that lie between the last one read and this are passed over."""
+        """Return the position of a lane at `sample`.
+
+        Samples between the last one that was read and this one are skipped.
+
+        Raises BadInput if the lane is already past `sample`, and no position before it is remembered.
+        """
         positions = self._positions.get(lane)
         cursor = positions[-1] if positions else Cursor(*map(int, self._base[lane]))
         if sample < cursor.sample and positions:
@@ -227,7 +251,7 @@ class StreamSource:
         return Cursor(sample, window, token)
 
     def _take(self, lane: int, cursor: Cursor) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
-        """The tokens of a sample and where documents begin in it, and the position behind its inputs."""
+        """Return the tokens of a sample, `(seq_len + 1,)`; the indices at which documents begin; and (window, token) after its inputs."""
         pieces = []
         begins = [0]
         count = 0
@@ -245,7 +269,7 @@ class StreamSource:
         return np.concatenate(pieces), np.array(begins, dtype=np.int64), after
 
     def _ranges(self, lane: int, cursor: Cursor, tokens: int) -> Iterator[tuple[_Window, int, int]]:
-        """The windows and ranges of tokens in them that hold the next `tokens` tokens of a lane."""
+        """Yield where the next `tokens` tokens of a lane are: (window, first token, last token + 1), in one or more windows."""
         number = cursor.window
         start = cursor.token
         empty = 0
@@ -267,7 +291,7 @@ class StreamSource:
                 )
 
     def _look_ahead(self, lane: int, number: int, window: _Window, token: int) -> None:
-        """Ask for the windows behind this one that are needed soon; `token` is the next one of the window."""
+        """Request the windows after number `number` that are needed soon. `token` is the next token to read in `window`."""
         ahead = max(self._ahead_tokens, window.tokens // 2) - (window.tokens - token)
         if ahead > 0:
             for more in range(1, min(-(-ahead // self._window_tokens), AHEAD_WINDOWS) + 1):
@@ -276,12 +300,12 @@ class StreamSource:
     def _remember(self, lane: int, cursor: Cursor) -> None:
         with self._lock:
             positions = self._positions.setdefault(lane, deque(maxlen=REMEMBERED))
-            while positions and positions[-1].sample >= cursor.sample:  # a sample that is read once more
+            while positions and positions[-1].sample >= cursor.sample:  # The sample is read again.
                 positions.pop()
             positions.append(cursor)
 
     def _window(self, lane: int, number: int) -> _Window:
-        """The documents of a window; waits until its groups are in the cache."""
+        """Load the documents of a window. Waits until all its groups are in the cache."""
         if lane in self._windows and self._windows[lane][0] == number:
             return self._windows[lane][1]
         parts = self._order.window(lane, number)
@@ -302,7 +326,7 @@ class StreamSource:
         return window
 
     def _ask(self, lane: int, number: int) -> None:
-        """Have the groups of a window made that is read soon."""
+        """Request the groups of a window that will be read soon."""
         if (lane, number) not in self._asked:
             self._asked.add((lane, number))
             for part in self._order.window(lane, number):
@@ -310,7 +334,7 @@ class StreamSource:
                     self._request(part.group, SOON)
 
     def _request(self, group: int, priority: int, *, again: bool = False) -> Future[dict[str, Any]]:
-        """Have a group made; with `again` also if it was made before."""
+        """Request that a group is made. With `again`, the request is sent even if it was answered before."""
         known = self._made.get(group)
         if known is not None and known.done() and known.exception() is None and not again:
             return known
@@ -333,7 +357,7 @@ class StreamSource:
         return int(self.index.group_number[group])
 
     def _opened(self, group: int) -> GroupFile:
-        """An open group; it is made again where the cache has lost it."""
+        """Open the file of a group. If the cache has deleted it, the group is made again."""
         if group in self._groups:
             self._groups.move_to_end(group)
             return self._groups[group]
@@ -350,7 +374,7 @@ class StreamSource:
         raise Damaged(f"{self._cache.folder}: loses files as soon as they are written; raise data.cache_gib")
 
     def _report(self, group: int, answer: dict[str, Any]) -> None:
-        """Report the unusable documents of a group, once."""
+        """Log the unusable documents of a group, once."""
         if answer["bad"] and group not in self._reported and len(self._reported) < NAMED_GROUPS:
             self._reported.add(group)
             log.warning(
@@ -359,7 +383,12 @@ class StreamSource:
 
 
 def _documents(window: _Window, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """(number in the window, first token, last + 1) of each document that has a part of the window's tokens [first, last)."""
+    """Yield the documents that have tokens in the range [first, last) of a window:
+
+    (number in the window, first token, last token + 1).
+
+    Token numbers count from the beginning of the window.
+    """
     at = int(np.searchsorted(window.ends, first, side="right"))
     while first < last:
         stop = min(int(window.ends[at]), last)
@@ -370,6 +399,9 @@ def _documents(window: _Window, first: int, last: int) -> Iterator[tuple[int, in
 
 
 def merge_cursors(known: list[list[list[int]]]) -> np.ndarray:
-    """The furthest position of each lane among those that all ranks know, `(lanes, 3)` int64."""
+    """Combine the positions that all ranks know: of each lane the furthest one, `(lanes, 3)` int64.
+
+    `known` has one list for each rank, `[[sample, window, token], ...]` with one entry for each lane.
+    """
     stacked = np.array(known, dtype=np.int64)
     return stacked[np.argmax(stacked[:, :, 0], axis=0), np.arange(stacked.shape[1])]

@@ -1,10 +1,11 @@
-"""Files of a source on a local disk or in an object store: their list, and checked reads. Used in processes of their own.
+"""Lists and reads the files of a source, on a local disk or in an object store.
 
-The client of object stores (`obstore`) has threads, so a process that has used it must not be forked: nothing but the program of a loader
-process (`data.streams.process`) opens an object store.
+The client library of object stores, `obstore`, has threads. A process that has used it must not be forked, so only the
+program of a loader process (`data.streams.process`) opens an object store.
 
-A read is of one version of a file: its size and tag are those of the list, else it raises BadInput. A request that fails is repeated after
-growing pauses, until `patience` seconds have passed; then CommunicationFailure names the file. Fewer bytes than asked for are a failure.
+Every read checks that the file still has the size and tag that it had when it was listed; otherwise it raises BadInput.
+A failed request is repeated after growing pauses. After `patience` seconds it raises CommunicationFailure, which names
+the file. An answer with fewer bytes than requested counts as a failed request.
 """
 
 from __future__ import annotations
@@ -26,51 +27,59 @@ from meshwright.spec.errors import BadInput, CommunicationFailure, Damaged, near
 PATIENCE = 120.0
 """Seconds after which a request that keeps failing is given up."""
 READ_SECONDS = 5
+"""Seconds to wait for bytes of an answer before the request counts as failed."""
 CONNECT_SECONDS = 5
-"""Seconds without a byte of an answer, or without a connection, after which a request has failed."""
+"""Seconds to wait for a connection before the request counts as failed."""
 LONGEST_PAUSE = 15.0
+"""Longest pause between two attempts, in seconds."""
 REQUEST_BYTES = 8 << 20
-"""Bytes of one request; more are read by several at once."""
+"""Maximum number of bytes of one request. A larger read is divided into several requests, which run at the same time."""
 REQUESTS_AT_ONCE = 8
+"""Maximum number of requests of one read that run at the same time."""
 _QUERY = re.compile(r"\?[^\s\"')]*")
+"""The query of a URL, which may contain a signature. Messages do not show it."""
 log = logging.getLogger("meshwright")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file: its path or URL, size in bytes, and tag: of an object its ETag, of a local file the time of its contents in ns."""
+    """A file as it was listed."""
 
     name: str
+    """Its path or URL."""
     size: int
+    """Its size in bytes."""
     tag: str
+    """Identifies the contents: the ETag of an object, the modification time of a local file in ns."""
 
 
 class Store(Protocol):
-    """A place with files."""
+    """Something that lists and reads files: the local file systems or a bucket."""
 
     def list(self, files: str) -> list[StoredFile]:
-        """The files that a path, folder or pattern names, in order of name. Raises BadInput if there is none."""
+        """List the files that a path, folder or pattern names, sorted by name. Raises BadInput if there is no such path."""
         ...
 
     def read(self, file: StoredFile, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a file."""
+        """Return bytes [start, stop) of a file."""
         ...
 
     def check(self, file: StoredFile) -> None:
-        """Raise BadInput unless the file is still that of the list."""
+        """Raise BadInput if the file has changed since it was listed."""
         ...
 
 
 def open_store(files: str, patience: float = PATIENCE) -> Store:
-    """The store of a path or URL. Raises BadInput for a URL that names none, or whose package is missing."""
+    """Return the store of a path or URL. Raises BadInput if the URL is not that of a store, or if the client library is not installed."""
     return ObjectStore(files, patience) if is_url(files) else LocalFiles()
 
 
 class LocalFiles:
-    """Files of this host's file systems."""
+    """The files of this host's file systems."""
 
     def list(self, files: str) -> list[StoredFile]:
+        """As in Store. Hidden files, and files in hidden folders, are left out."""
         path = Path(files)
         if path.is_file():
             return [_local_file(path)]
@@ -86,6 +95,7 @@ class LocalFiles:
         )
 
     def read(self, file: StoredFile, start: int, stop: int) -> bytes:
+        """As in Store. Raises BadInput if the file has changed or is gone, and Damaged if it cannot be read."""
         try:
             with open(file.name, "rb", buffering=0) as opened:
                 status = os.fstat(opened.fileno())
@@ -113,7 +123,7 @@ class LocalFiles:
 
 
 def _below(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The files below a folder that are not hidden, with their names from there."""
+    """Yield the files below a folder that are not hidden: (name relative to the folder, path)."""
     for parent, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in names:
@@ -137,9 +147,9 @@ def _check_same(file: StoredFile, size: int, tag: str | None) -> None:
 
 
 def open_object_store(url: str) -> tuple[Any, Any, str]:
-    """The client library of object stores, its store for the bucket or host of `url`, and the URL of that bucket or host.
+    """Returns the client library of object stores, its store for the bucket of `url`, and the URL of that bucket.
 
-    Raises BadInput if the library is not installed or does not know such a store.
+    Raises BadInput if the library is not installed or does not know the store.
     """
     check_url(url)
     try:
@@ -155,18 +165,19 @@ def open_object_store(url: str) -> tuple[Any, Any, str]:
     }
     try:
         return obstore, from_url(root, client_options=client, retry_config={"max_retries": 2}), root
-    except Exception as error:  # the library has errors of its own
+    except Exception as error:  # The library raises its own error classes.
         raise BadInput(f"{root}: {_words(error)}") from None
 
 
 class ObjectStore:
-    """The objects of one bucket or host. Credentials come from the environment, where the store's own tools look for them."""
+    """The objects of one bucket. Credentials come from the environment variables that the store's own tools read."""
 
     def __init__(self, url: str, patience: float = PATIENCE) -> None:
         self._calls, self._store, self._root = open_object_store(url)
         self._patience = patience
 
     def list(self, files: str) -> list[StoredFile]:
+        """As in Store. Objects without content are left out."""
         folder, pattern = split_pattern(files)
         if not pattern and self._key(files):
             single = self._try(files, lambda: self._calls.head(self._store, self._key(files)), missing=True)
@@ -183,6 +194,7 @@ class ObjectStore:
         )
 
     def read(self, file: StoredFile, start: int, stop: int) -> bytes:
+        """As in Store. Several requests run at the same time if there are many bytes."""
         starts = range(start, stop, REQUEST_BYTES)
         if len(starts) == 1:
             return self._read(file, start, stop)
@@ -194,6 +206,8 @@ class ObjectStore:
         _check_same(file, found.size, found.tag)
 
     def _read(self, file: StoredFile, start: int, stop: int) -> bytes:
+        """Read bytes [start, stop) with one request, which is repeated if it fails."""
+
         def request() -> bytes:
             answer = self._calls.get(self._store, self._key(file.name), options={"range": (start, stop)})
             found = self._file(answer.meta)
@@ -206,14 +220,19 @@ class ObjectStore:
         return self._try(file.name, request) if stop > start else b""
 
     def _key(self, url: str) -> str:
+        """Return the name of an object in its bucket."""
         return url[len(self._root) :].strip("/")
 
     def _file(self, meta: Any) -> StoredFile:
+        """Return the file of an object's metadata. Without an ETag, the time of its last change is the tag."""
         tag = meta["e_tag"] or meta["last_modified"].isoformat()
         return StoredFile(f"{self._root}/{meta['path']}", meta["size"], tag)
 
     def _try(self, name: str, work: Callable[[], T], *, missing: bool = False) -> Any:
-        """The result of `work`, repeated while it fails; None where `missing` and there is no such object."""
+        """Call `work` until it succeeds and return its result.
+
+        If the object does not exist, returns None with `missing`, and raises BadInput otherwise.
+        """
         from obstore.exceptions import NotFoundError, PermissionDeniedError, UnauthenticatedError
 
         deadline = time.monotonic() + self._patience
@@ -229,7 +248,7 @@ class ObjectStore:
                 raise BadInput(f"{name}: no such object in the store") from None
             except (PermissionDeniedError, UnauthenticatedError, PermissionError) as error:
                 raise BadInput(f"{name}: the store refuses access: {_words(error)}") from None
-            except Exception as error:  # the library has errors of its own
+            except Exception as error:  # The library raises its own error classes.
                 if time.monotonic() + pause > deadline:
                     failed = f"{name}: cannot be read: {_words(error)}; tried for {self._patience:.0f} s"
                     raise CommunicationFailure(failed) from None
@@ -239,6 +258,6 @@ class ObjectStore:
 
 
 def _words(error: Exception) -> str:
-    """An error in one line, without queries of URLs, which may carry signatures."""
+    """Return an error in one line. The queries of URLs are removed because they may contain signatures."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {_QUERY.sub('?…', lines[0] if lines else '')[:300]}"

@@ -1,1 +1,4 @@
-"""Keys of config.json that several families share, by subject: readers of HFConfig, and writers of a ModelSpec."""
+"""Keys of config.json that several families share, by subject.
+
+Each module reads them from an HFConfig and writes them from a ModelSpec.
+"""

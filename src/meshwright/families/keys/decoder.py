@@ -1,4 +1,4 @@
-"""Keys of config.json of Llama and the families that follow it: sizes, activation, norms and rotation."""
+"""Keys of Llama and the families that follow it: sizes, activation, norms and RoPE."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from meshwright.families.keys import rope
 from meshwright.spec.model import ModelSpec
 
 NO_DROPOUT = "Meshwright trains without dropout, and evaluation has none"
+"""Note on keys about dropout."""
 HEAD_NORMS = {"attention.q_norm": ("self_attn.q_norm",), "attention.k_norm": ("self_attn.k_norm",)}
-"""Names that most folders have for the norms of queries and keys."""
+"""Names that most folders use for the norms of queries and keys."""
 _SHARE = "partial_rotary_factor"
+"""The fraction of each head's dimensions that RoPE rotates."""
 _KEYS = ConfigKeys(
     {
         "heads": Key("num_attention_heads"),
@@ -28,10 +30,12 @@ _KEYS = ConfigKeys(
 def read(
     config: HFConfig, *, head_dim: int = 0, norm_eps: float = 1e-6, share: float | None = None, **options: Any
 ) -> dict[str, Any]:
-    """The ModelSpec fields.
+    """Return the ModelSpec fields of these keys.
 
-    `head_dim`, `norm_eps` and `share`, the rotated share of heads, are defaults of the class. Its `head_dim` of 0 is the width divided by
-    the heads; without `share` it has no key for one. `options` are those of `rope.read`.
+    - `head_dim`: default of the class. 0: hidden divided by heads.
+    - `norm_eps`: default of the class.
+    - `share`: default of the class for the rotated fraction of each head. None: the class has no such key.
+    - `options`: arguments of `rope.read`.
     """
     config.expect("hidden_act", "silu", "swish")
     config.note_unused(NO_DROPOUT, "attention_dropout")
@@ -51,7 +55,7 @@ def read(
 
 
 def write(spec: ModelSpec, *, share: bool = False) -> dict[str, Any]:
-    """The keys, with `share` that of the rotated share too."""
+    """Return the keys with their values. With `share`, also the rotated fraction of each head."""
     keys: dict[str, Any] = {
         **_KEYS.write(spec),
         "num_key_value_heads": spec.kv_heads,
@@ -68,6 +72,6 @@ def write(spec: ModelSpec, *, share: bool = False) -> dict[str, Any]:
 
 
 def shortened(keys: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """`keys` without a `head_dim` that readers compute, as in released folders of some families."""
+    """Return `keys` without `head_dim` if readers compute the same value, as in released folders of some families."""
     implied = spec.head_dim * spec.heads == spec.hidden
     return {key: value for key, value in keys.items() if key != "head_dim" or not implied}

@@ -1,4 +1,4 @@
-"""Keys of config.json of models with experts, and names of experts' weights."""
+"""Keys of config.json for models with experts, and names of the experts' weights."""
 
 from __future__ import annotations
 
@@ -17,42 +17,54 @@ MODULES = {
     "moe.experts.gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
     "moe.experts.down": ("mlp.experts.{expert}.down_proj",),
 }
-"""Names that most folders have for the weights of experts and their router."""
+"""Names that most folders use for the weights of experts and of the router."""
 STACKED_MODULES = {f"moe.experts.{ours}": (f"mlp.experts.{ours}_proj",) for ours in ("gate_up", "down")}
-"""Those of experts that folders stack (gpt-oss, Qwen3-VL-MoE); such weights are transposed."""
+"""Names of experts in folders that stack the experts of a layer (gpt-oss, Qwen3-VL-MoE). These weights are transposed."""
 SHARED_MODULES = {
     "moe.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "moe.shared.down": ("mlp.shared_experts.down_proj",),
 }
-"""Those of shared experts."""
+"""Names that most folders use for shared experts."""
 
 
 def without_dense(modules: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Names of a layer's modules without those of a dense feed-forward network."""
+    """Return the names of a layer's modules without those of a dense feed-forward network."""
     return {ours: theirs for ours, theirs in modules.items() if not ours.startswith("mlp.")}
 
 
 def keys(experts: Key, per_token: int | None, width: Key, **further: Key) -> ConfigKeys:
-    """The keys of a class: for its number of experts, those that it chooses for a token by default, the width of one, and `further`."""
+    """Return the keys of a class with experts.
+
+    - `experts`: the key for the number of experts.
+    - `per_token`: default number of experts of a token.
+    - `width`: the key for the hidden size of one expert.
+    - `further`: further keys, by ModelSpec field.
+    """
     fields = {"experts": experts, "experts_per_token": Key("num_experts_per_tok", per_token), "expert_hidden": width}
     return ConfigKeys({**fields, **further})
 
 
 def read(config: HFConfig, keys: ConfigKeys, balance: str = "router_aux_loss_coef") -> dict[str, Any]:
-    """The ModelSpec fields of such keys; `balance` has the weight of the class's balance loss."""
+    """Return the ModelSpec fields of these keys. `balance` is the key for the weight of the balance loss, which is not used."""
     config.note_unused("Meshwright weighs the experts' balance loss by train.balance_loss", balance)
     return keys.read(config)
 
 
 def write(spec: ModelSpec, keys: ConfigKeys, folder: str) -> dict[str, Any]:
-    """Such keys; raises BadInput for a model without experts, which a `folder` cannot have."""
+    """Return the keys with their values. Raises BadInput for a model without experts, which a folder of this kind cannot hold.
+
+    `folder` is the kind of folder in messages, such as "Mixtral".
+    """
     if not spec.experts:
         raise BadInput(f"model.experts: a {folder} folder needs experts, got 0")
     return {**keys.write(spec), "output_router_logits": False}
 
 
 def one_for_all_layers(config: HFConfig, layers: int, *names: str) -> HFConfig:
-    """The config.json with a number under these keys where it has a list with an equal one for each layer."""
+    """Replace lists by numbers: if a key has a list with the same number for each layer, the result has that number.
+
+    Raises BadInput if the numbers differ.
+    """
     values = dict(config.values)
     for name in names:
         listed = config.get(name)
@@ -66,12 +78,15 @@ def one_for_all_layers(config: HFConfig, layers: int, *names: str) -> HFConfig:
 def read_shared(
     config: HFConfig, width: int, count: int = 1, key: str = "n_shared_experts", least: int = 1
 ) -> dict[str, Any]:
-    """The shared experts of a layer are one of their joint width; `width` is that of an expert, `count` the default of the class."""
+    """Return `shared_expert_hidden`: a layer has one shared expert, as wide as all shared experts of the folder together.
+
+    `width` is the hidden size of one expert, `count` the default number of the class.
+    """
     return {"shared_expert_hidden": width * config.integer(key, default=count, least=least)}
 
 
 def write_shared(spec: ModelSpec, folder: str, key: str = "n_shared_experts", least: int = 1) -> dict[str, Any]:
-    """The number of shared experts; raises BadInput if their joint width is no multiple of an expert's, or there are too few."""
+    """Return the number of shared experts. Raises BadInput if the width is not a multiple of an expert's, or if there are too few."""
     width = max(1, spec.expert_hidden)
     if spec.shared_expert_hidden < least or spec.shared_expert_hidden % width:
         raise BadInput(
@@ -82,7 +97,7 @@ def write_shared(spec: ModelSpec, folder: str, key: str = "n_shared_experts", le
 
 
 def read_dense_layers(config: HFConfig, layers: int) -> int:
-    """The number of first layers without experts; raises BadInput if other layers have none."""
+    """Return the number of first layers that have no experts. Raises BadInput if layers after them have none either."""
     step = config.integer("decoder_sparse_step", default=1)
     only = config.get("mlp_only_layers") or []
     dense = [layer for layer in range(layers) if layer in only or (layer + 1) % step]
@@ -94,22 +109,27 @@ def read_dense_layers(config: HFConfig, layers: int) -> int:
 
 
 def write_dense_layers(spec: ModelSpec) -> dict[str, Any]:
-    """The keys of `read_dense_layers`."""
+    """Return the keys that `read_dense_layers` reads."""
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(range(spec.first_dense_layers))}
 
 
 PREDICTIONS = {"prediction_depth": Key("num_nextn_predict_layers", 0, least=0)}
+"""The key for the number of modules that predict further tokens."""
 ROUTING = {
     "routing_scale": Key("routed_scaling_factor", 1.0),
     "normalised_routing": Key("norm_topk_prob", True),
     "expert_groups": Key("n_group", 1),
     "groups_per_token": Key("topk_group", 1),
 }
-"""Keys of DeepSeek-V3's choice of experts, with the defaults of GLM-4.5."""
+"""Keys of DeepSeek-V3's routing, with the defaults of GLM-4.5."""
 
 
 def routed(*, normalised: bool, dense: int) -> ConfigKeys:
-    """The keys of DeepSeek-V3's experts beside ordinary attention; the arguments are defaults of the class."""
+    """Return the keys of DeepSeek-V3's experts in a model with ordinary attention.
+
+    `normalised` and `dense` are defaults of the class: whether the weights of a token's experts are normalised, and the
+    number of dense layers.
+    """
     return keys(
         Key("n_routed_experts", 128, "num_local_experts"),
         8,
@@ -120,11 +140,11 @@ def routed(*, normalised: bool, dense: int) -> ConfigKeys:
 
 
 def read_routed(config: HFConfig, keys: ConfigKeys) -> dict[str, Any]:
-    """The ModelSpec fields of the keys of `routed`."""
+    """Return the ModelSpec fields of the keys of `routed`."""
     fields = read(config, keys)
     return {**fields, **read_shared(config, fields["expert_hidden"])}
 
 
 def write_routed(spec: ModelSpec, keys: ConfigKeys, folder: str) -> dict[str, Any]:
-    """The keys of `routed`; raises BadInput if a `folder` cannot have the model's experts."""
+    """Return the keys of `routed` with their values. Raises BadInput if a folder of this kind cannot hold the model's experts."""
     return {**write(spec, keys, folder), **write_shared(spec, folder)}

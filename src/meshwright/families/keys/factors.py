@@ -1,4 +1,4 @@
-"""Keys of config.json for Granite's factors: of embeddings, of what layers add, of scores and of logits."""
+"""Keys for Granite's constant factors: of embeddings, of the outputs that layers add, of attention scores, and of logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEYS = ConfigKeys(
 
 
 def read(config: HFConfig, head_dim: int) -> dict[str, Any]:
-    """The ModelSpec fields."""
+    """Return the ModelSpec fields of these keys."""
     scale = config.number("attention_multiplier", 1.0)
     logit_factor = 1.0 / config.number("logits_scaling", 1.0)
     score_scale = None if scale == head_dim**-0.5 else scale
@@ -21,9 +21,9 @@ def read(config: HFConfig, head_dim: int) -> dict[str, Any]:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """The keys."""
+    """Return the keys with their values."""
     divisor = 1.0 / spec.logit_factor
-    rounded = float(f"{divisor:.15g}")  # the divisor that was read, if its inverse is our factor
+    rounded = float(f"{divisor:.15g}")  # If its inverse is exactly our factor, this is the divisor that was read.
     return {
         **_KEYS.write(spec),
         "logits_scaling": rounded if 1.0 / rounded == spec.logit_factor else divisor,

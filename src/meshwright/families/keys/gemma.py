@@ -1,4 +1,4 @@
-"""Keys of config.json that Gemma 2 and 3 have alike."""
+"""Keys of config.json that Gemma 2 and Gemma 3 have in common."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEYS = ConfigKeys(
 
 
 def read(config: HFConfig, *, vocab_size: int, max_seq_len: int) -> dict[str, Any]:
-    """The ModelSpec fields; the arguments are defaults of the class."""
+    """Return the ModelSpec fields of these keys. `vocab_size` and `max_seq_len` are defaults of the class."""
     config.expect("use_bidirectional_attention", False)
     config.note_unused(NO_DROPOUT, "attention_dropout")
     fields = _KEYS.read(config)
@@ -40,12 +40,12 @@ def read(config: HFConfig, *, vocab_size: int, max_seq_len: int) -> dict[str, An
 
 
 def by_width(hidden: int) -> dict[str, float]:
-    """The factor of embeddings."""
+    """Return the factor by which embeddings are multiplied."""
     return {"embedding_scale": math.sqrt(hidden)}
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """The keys."""
+    """Return the keys with their values."""
     return {
         **_KEYS.write(spec),
         "max_position_embeddings": spec.max_seq_len,

@@ -1,4 +1,4 @@
-"""Keys of config.json of models with latent attention, as DeepSeek-V2 and its successors have them."""
+"""Keys of config.json for latent attention, as in DeepSeek-V2 and its successors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _EXPERTS = experts.keys(
 
 
 def read(config: HFConfig, *, norm_eps: float = 1e-6) -> dict[str, Any]:
-    """The ModelSpec fields, but those of routing; `norm_eps` is the default of the class."""
+    """Return the ModelSpec fields of these keys, except those of routing. `norm_eps` is the default of the class."""
     config.expect("hidden_act", "silu", "swish")
     config.expect("mlp_bias", False)
     config.note_unused(NO_DROPOUT, "attention_dropout")
@@ -52,7 +52,7 @@ def read(config: HFConfig, *, norm_eps: float = 1e-6) -> dict[str, Any]:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """The keys, with those of routing."""
+    """Return the keys with their values, including those of routing."""
     routed = {**experts.write(spec, _EXPERTS, "DeepSeek"), **ConfigKeys(experts.ROUTING).write(spec)}
     if not spec.kv_rank:
         raise BadInput("model.kv_rank: a DeepSeek folder needs latent attention, got 0")
@@ -71,7 +71,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _read_yarn(config: HFConfig) -> dict[str, Any]:
-    """`rope_theta` and `yarn` from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (4 and before)."""
+    """Return `rope_theta` and `yarn`. transformers 5 has both in `rope_parameters`; version 4 has `rope_theta` and `rope_scaling`."""
     key, section = section_of(config)
     inside = HFConfig({"rope_theta": config.get("rope_theta"), **section}, f"{config.where}: {key}")
     fields: dict[str, Any] = {"rope_theta": inside.number("rope_theta", 10000.0), "yarn": None}
@@ -88,7 +88,7 @@ def _read_yarn(config: HFConfig) -> dict[str, Any]:
         "original_max_seq_len": inside.integer("original_max_position_embeddings"),
         "beta_fast": inside.number("beta_fast", 32.0),
         "beta_slow": inside.number("beta_slow", 1.0),
-        # Without a growth of whole queries transformers lets the rotated part grow by 1, whatever `mscale` is.
+        # If `mscale_all_dim` is absent, transformers multiplies the rotated part by 1, whatever `mscale` is.
         "mscale": inside.number("mscale", 1.0) if whole else 1.0,
         "mscale_all_dim": float(whole),
     }
@@ -97,6 +97,7 @@ def _read_yarn(config: HFConfig) -> dict[str, Any]:
 
 
 def _write_yarn(spec: ModelSpec) -> dict[str, Any]:
+    """Return the keys of `_read_yarn`, for both versions of transformers."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if (yarn := spec.yarn) is not None:
         rope = {

@@ -1,4 +1,4 @@
-"""Keys of config.json for layers of several kinds: with a sliding window and without, rotated alike or not."""
+"""Keys of config.json for layers of different kinds: with or without a sliding window, and with equal or different rotations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
 SLIDING = "sliding_attention"
+"""Name of a layer with a sliding window in transformers."""
 FULL = "full_attention"
-"""transformers' names of layers with a sliding window and without."""
+"""Name of a layer without a sliding window in transformers."""
 
 
 NAMES = {SLIDING: "local", FULL: "global"}
@@ -23,12 +24,15 @@ NAMES = {SLIDING: "local", FULL: "global"}
 
 
 def periodic(layers: int, period: int) -> list[str]:
-    """The types of layers of which the last of every `period` has no window."""
+    """Return the types of `layers` layers, where each `period`-th layer has no window.
+
+    Example: 4 layers, period 2: sliding, full, sliding, full.
+    """
     return [SLIDING if (layer + 1) % period else FULL for layer in range(layers)]
 
 
 def read_types(config: HFConfig, default: list[str]) -> list[str]:
-    """The type of each layer under `layer_types`, or `default`, which has as many."""
+    """Return the type of each layer from `layer_types`. If the key is absent, `default`, which must have one entry for each layer."""
     types = config.get("layer_types")
     if types is None:
         return default
@@ -38,14 +42,15 @@ def read_types(config: HFConfig, default: list[str]) -> list[str]:
 
 
 def read_window(config: HFConfig, default: int | None = None) -> int | None:
-    """`sliding_window` of a class in which a missing key is `default`, and null is no window."""
+    """Return the value of `sliding_window`; None for null. If the key is absent, `default`, which is that of the class."""
     return None if config.get("sliding_window", default) is None else config.integer("sliding_window", default=default)
 
 
 def windowed(types: list[str], window: int | None, **full: Any) -> dict[str, Any]:
-    """The ModelSpec fields of layers of these types; without a window all are alike.
+    """Return the ModelSpec fields of layers of these types.
 
-    Layers without one differ from others in nothing else but the fields `full`.
+    If the model has both types, the layers without a window have the fields `full` in addition; otherwise all layers
+    are alike.
     """
     if window is None or len(set(types)) == 1:
         return {"sliding_window": window if types[0] == SLIDING else None}
@@ -57,13 +62,16 @@ def windowed(types: list[str], window: int | None, **full: Any) -> dict[str, Any
 
 
 def of_kinds(names: list[str], kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The ModelSpec fields of layers of these kinds, which have the fields in `kinds`; none if all are alike and have none."""
+    """Return the ModelSpec fields of layers with these kinds, by name. `kinds` has the fields of each kind.
+
+    The result is empty if all layers are of one kind without fields.
+    """
     used = {name: kinds[name] for name in dict.fromkeys(names)}
     return {"blocks": used, "pattern": list(shortest_pattern(names))} if len(used) > 1 or any(used.values()) else {}
 
 
 def read_rotated_layers(config: HFConfig, layers: int, interval: int) -> list[bool]:
-    """Whether each layer has rotary positions; by default all but each `interval`-th."""
+    """Return whether each layer has rotary positions. By default all have except every `interval`-th."""
     interval = config.integer("no_rope_layer_interval", default=interval)
     rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(layers)]
     if not isinstance(rotated, list) or len(rotated) < layers or not {0, 1}.issuperset(rotated):
@@ -72,12 +80,12 @@ def read_rotated_layers(config: HFConfig, layers: int, interval: int) -> list[bo
 
 
 def write_rotated_layers(spec: ModelSpec) -> dict[str, Any]:
-    """The key of `read_rotated_layers`, for each layer."""
+    """Return the key that `read_rotated_layers` reads, with one entry for each layer."""
     return {"no_rope_layers": [int(spec.block(layer).mixer.rotary is not None) for layer in range(spec.layers)]}
 
 
 def write_windowed(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json keys of `windowed`."""
+    """Return the keys that `windowed` needs: the type of each layer, and the window."""
     windows = [spec.block(layer).mixer.window for layer in range(spec.layers)]
     return {
         "layer_types": [FULL if window is None else SLIDING for window in windows],
@@ -92,10 +100,12 @@ def ropes_by_kind(
     *,
     longest: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """`rope_theta` and the scaling by kind of layer, from the keys of transformers 4 or 5, which must agree.
+    """Return `rope_theta` and the scaling of each kind of layer.
 
-    `outside` has the keys of transformers 4 for a kind's base and scaling; `bases` and `longest`, the longest sequence, are those of the
-    class.
+    - `outside`: for each kind, the keys for its base and its scaling in transformers 4. Version 5 has a section for
+      each kind in `rope_parameters`. If a folder has both, they must agree.
+    - `bases`: for each kind, the base of the class.
+    - `longest`: default of the class for the longest sequence.
     """
     sections = config.get("rope_parameters") or {}
     if not isinstance(sections, Mapping) or not set(sections) <= {SLIDING, FULL}:
@@ -125,8 +135,8 @@ def ropes_by_kind(
 
 
 def rotated(types: list[str], window: int, ropes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The ModelSpec fields of layers whose types have rotations of their own: flat keys, or kinds in the shortest pattern."""
-    windows = {SLIDING: window, FULL: 0}  # 0 switches the model's window off in a kind
+    """Return the ModelSpec fields of layers whose types have different rotations. If all layers are of one type, no kinds are needed."""
+    windows = {SLIDING: window, FULL: 0}  # In a kind, 0 switches off the window that the model has.
     if len(set(types)) == 1:
         return {"sliding_window": windows[types[0]] or None, **ropes[types[0]]}
     return {
@@ -141,7 +151,11 @@ def rotated(types: list[str], window: int, ropes: Mapping[str, Mapping[str, Any]
 
 
 def write_rotated(spec: ModelSpec, folder: str, window: int, bases: Mapping[str, float]) -> dict[str, Any]:
-    """The keys of windows and rotations by kind of layer; `folder`, `window` and `bases` are the family's, for a kind without layers."""
+    """Return the keys for windows and rotations of both kinds of layers.
+
+    `folder` is the kind of folder in messages. `window` and `bases` are defaults of the class, for a kind without
+    layers. Raises BadInput if the layers do not form these two kinds.
+    """
     mixers = [spec.block(layer).mixer for layer in range(spec.layers)]
     types = [FULL if mixer.window is None else SLIDING for mixer in mixers]
     of_kind: dict[str, AttentionSpec] = {}
@@ -165,7 +179,7 @@ def write_rotated(spec: ModelSpec, folder: str, window: int, bases: Mapping[str,
 
 
 def _rope(rotary: RotarySpec | None, base: float, folder: str) -> dict[str, Any]:
-    """The section of a kind of layer in `rope_parameters`; the `base` of the class if no layer is of the kind."""
+    """Return the section of a kind of layer in `rope_parameters`. If no layer is of the kind, `base` is used."""
     if rotary is None:
         return {"rope_type": "default", "rope_theta": base}
     scaling = rotary.scaling
@@ -175,7 +189,7 @@ def _rope(rotary: RotarySpec | None, base: float, folder: str) -> dict[str, Any]
 
 
 def read_common_window(config: HFConfig, layers: int) -> int | None:
-    """The sliding window of all layers, or None; raises BadInput if only some layers have a window."""
+    """Return the sliding window of all layers; None if there is none. Raises BadInput if only some layers have a window."""
     first = config.get("max_window_layers", 28)
     listed = config.get("layer_types")
     types = listed or [FULL if layer < first else SLIDING for layer in range(layers)]
@@ -190,7 +204,7 @@ def read_common_window(config: HFConfig, layers: int) -> int | None:
 
 
 def write_common_window(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json keys of a sliding window of all layers, or of none."""
+    """Return the keys that `read_common_window` reads."""
     sliding = spec.sliding_window is not None
     return {
         "use_sliding_window": sliding,
@@ -201,9 +215,10 @@ def write_common_window(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_alternating(config: HFConfig, layers: int) -> dict[str, Any]:
-    """The ModelSpec fields of Qwen2-MoE's windows.
+    """Return the ModelSpec fields for the windows of Qwen2-MoE.
 
-    Without `layer_types` every other layer before `max_window_layers` has the window: not those that Qwen2 gives it.
+    Without `layer_types`, every second layer before layer `max_window_layers` has a window. This differs from Qwen2,
+    where the layers from that number on have one.
     """
     used = config.flag("use_sliding_window", False)
     last = config.get("max_window_layers", 28)
@@ -215,6 +230,6 @@ def read_alternating(config: HFConfig, layers: int) -> dict[str, Any]:
 
 
 def write_alternating(spec: ModelSpec) -> dict[str, Any]:
-    """The keys of `read_alternating`."""
+    """Return the keys that `read_alternating` reads."""
     keys = write_windowed(spec)
     return {**keys, "use_sliding_window": keys["sliding_window"] is not None, "max_window_layers": spec.layers}

@@ -1,4 +1,4 @@
-"""Keys of config.json for rotary positions: base, scaling and rotated share of heads, as versions of transformers have written them."""
+"""Keys for RoPE: base, scaling, and rotated fraction of each head, in the formats of all versions of transformers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ SECTION_KEYS = frozenset({"rope_theta", "rope_type", "type"})
 def read(
     config: HFConfig, *, base: float = 10000.0, original: int = 0, without_effect: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """`rope_theta` and the scaling from any of the formats that versions of transformers have written.
+    """Return `rope_theta` and the scaling, from any format that a version of transformers has written.
 
-    Version 5 writes `rope_parameters`, which contains `rope_theta`; version 4 wrote `rope_theta` itself, and `rope_scaling` if scaled.
-    `base` is that of the class, for a folder without one; `original` the original context of LongRoPE, in families that have it;
-    `without_effect` has further keys of the section that the caller reads.
+    Version 5 writes a section `rope_parameters`, which contains `rope_theta`. Version 4 wrote `rope_theta` itself, and
+    a section `rope_scaling` if positions are scaled.
+
+    - `base`: default of the class.
+    - `original`: original context length of LongRoPE, in families that have it; 0 in others.
+    - `without_effect`: further keys of the section, which the caller reads.
     """
     key, rope = section_of(config)
     inside = HFConfig(rope, f"{config.where}: {key}")
@@ -40,20 +43,20 @@ def read(
 def scaling_fields(
     section: HFConfig, max_positions: int, without_effect: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """`rope_scaling` or `yarn` of a RoPE section; `max_positions` as in `read_scaling`."""
+    """Return the field `rope_scaling` or `yarn` of a RoPE section. `max_positions` is as in `read_scaling`."""
     if (section.get("rope_type") or section.get("type")) == "yarn":
         return {"yarn": read_yarn(section, max_positions, without_effect)}
     return {"rope_scaling": read_scaling(section, max_positions, without_effect)}
 
 
 LONGROPE = ("longrope", "su", "yarn")
-"""Names of LongRoPE in config.json of Phi-3, which has no other scaling."""
+"""Names of LongRoPE in the config.json of Phi-3, which has no other scaling."""
 
 
 def read_longrope(
     section: HFConfig, max_positions: int, original: int, without_effect: frozenset[str]
 ) -> dict[str, Any]:
-    """The fields of a LongRopeScaling in a RoPE section; the scaled context is `max_positions` long if the section does not say."""
+    """Return the fields of a LongRopeScaling. If the section has no factor, it is `max_positions` divided by `original`."""
     section.expect("original_max_position_embeddings", original)
     fields: dict[str, Any] = {
         "original_max_seq_len": original,
@@ -71,7 +74,7 @@ def read_longrope(
 
 
 def write_longrope(scaling: LongRopeScaling, max_positions: int, section: dict[str, Any]) -> dict[str, Any]:
-    """The keys of both versions for LongRoPE; `section` has the further keys of the section of version 5."""
+    """Return the keys for LongRoPE of both versions of transformers. `section` has further keys of the section in version 5."""
     # Older versions of transformers allow no other keys here.
     longrope: dict[str, Any] = {
         "type": "longrope",
@@ -86,7 +89,10 @@ def write_longrope(scaling: LongRopeScaling, max_positions: int, section: dict[s
 
 
 def read_share(config: HFConfig, head_dim: int, default: float) -> dict[str, Any]:
-    """`rope_width` from the rotated share of heads in the RoPE section or beside it; `default` is that of the class."""
+    """Return `rope_width`, computed from the rotated fraction of each head. The key is in the RoPE section or next to it.
+
+    `default` is that of the class. 0 means the whole head.
+    """
     key, rope = section_of(config)
     inside = HFConfig(rope, f"{config.where}: {key}")
     share = inside.number("partial_rotary_factor", config.number("partial_rotary_factor", default))
@@ -97,7 +103,7 @@ def read_share(config: HFConfig, head_dim: int, default: float) -> dict[str, Any
 
 
 def read_yarn(section: HFConfig, max_positions: int, without_effect: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The fields of a YarnScaling in a RoPE section; `max_positions` as in `read_scaling`."""
+    """Return the fields of a YarnScaling. `max_positions` is as in `read_scaling`."""
     whole = section.get("mscale_all_dim") or 0.0
     growth = section.get("mscale") or 0.0
     yarn = {
@@ -105,7 +111,7 @@ def read_yarn(section: HFConfig, max_positions: int, without_effect: frozenset[s
         "original_max_seq_len": section.integer("original_max_position_embeddings", default=max_positions),
         "beta_fast": section.number("beta_fast", 32.0),
         "beta_slow": section.number("beta_slow", 1.0),
-        # Without both keys transformers lets the rotated part grow by 1, whatever the other is.
+        # Unless both keys are set, transformers multiplies the rotated part by 1, whatever the other key is.
         "mscale": section.number("mscale") if whole and growth else 1.0,
         "mscale_all_dim": float(whole) if growth else 0.0,
         "truncate": section.flag("truncate", True),
@@ -119,7 +125,10 @@ def read_yarn(section: HFConfig, max_positions: int, without_effect: frozenset[s
 def read_scaling(
     section: HFConfig, max_positions: int, without_effect: frozenset[str] = frozenset()
 ) -> dict[str, Any] | None:
-    """The fields of a RopeScaling in a RoPE section, or None; `max_positions` is the original context of one that does not say."""
+    """Return the fields of a RopeScaling; None without scaling.
+
+    `max_positions` is the original context if the section does not give it.
+    """
     rope = section.values
     type_key = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
     section.expect(type_key, "default", "linear", "llama3")
@@ -139,12 +148,12 @@ def read_scaling(
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """The keys of transformers 4 and 5. With those of version 5 alone, version 4 would silently use its default `rope_theta`."""
+    """Return the keys for transformers 4 and 5. With only those of version 5, version 4 would silently use its default `rope_theta`."""
     return in_both_versions(spec, write_scaling(spec.yarn or spec.rope_scaling))
 
 
 def in_both_versions(spec: ModelSpec, section: dict[str, Any]) -> dict[str, Any]:
-    """The keys of both versions for a RoPE section without its base."""
+    """Return the keys of both versions. `section` is the RoPE section without its base."""
     return {
         "rope_theta": spec.rope_theta,
         "rope_scaling": None if section["rope_type"] == "default" else section,
@@ -153,7 +162,7 @@ def in_both_versions(spec: ModelSpec, section: dict[str, Any]) -> dict[str, Any]
 
 
 def write_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
-    """The keys of a RoPE section without its base."""
+    """Return the keys of a RoPE section, without its base."""
     if scaling is None:
         return {"rope_type": "default"}
     if isinstance(scaling, YarnScaling):
@@ -179,9 +188,10 @@ def write_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
 
 
 def section_of(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
-    """The key and the values of the RoPE section: `rope_parameters` (transformers 5) or `rope_scaling` (4 and before).
+    """Return the key and the values of the RoPE section: `rope_parameters` (transformers 5) or `rope_scaling` (before).
 
-    A base beside the section counts as one in it. Raises BadInput if two of the places have different values for one key.
+    `rope_theta` next to the section counts as a value in it. Raises BadInput if two of these places have different
+    values.
     """
     sections: dict[str, Mapping[str, Any]] = {}
     for key in ("rope_parameters", "rope_scaling"):
@@ -202,12 +212,15 @@ def section_of(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
 
 
 def stretched_base(base: float, alpha: float, head_dim: int) -> float:
-    """The base that `alpha` makes of another one, so that the lowest frequency falls by about 1 / alpha."""
+    """Return the base that results from stretching `base` by `alpha`.
+
+    It lowers the lowest frequency to about 1 / `alpha` of its value.
+    """
     return base * alpha ** (head_dim / (head_dim - 2))
 
 
 def stretched(config: HFConfig, head_dim: int) -> HFConfig:
-    """The config.json with the resulting base in place of a `dynamic` section, which in Hunyuan's folders has `alpha`."""
+    """Return the config.json with the resulting base in place of a section of type `dynamic`, which has `alpha` in folders of Hunyuan."""
     key, section = section_of(config)
     if (section.get("rope_type") or section.get("type")) != "dynamic":
         return config

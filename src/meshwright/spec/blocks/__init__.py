@@ -1,1 +1,3 @@
-"""What a layer computes: descriptions of its parts, and tables of operations from which all other facts follow."""
+"""What a block computes: descriptions of its parts, and tables of operations from which all other facts about it
+follow.
+"""

@@ -15,24 +15,37 @@ from meshwright.spec.divisors import nearest_divisor
 from meshwright.spec.errors import WrongKey
 
 MASK_BLOCK = 128
-"""Queries, and keys, per block of a mask of flex attention: a block is computed whole or not at all."""
+"""Number of queries, and of keys, in a block of flex attention's mask. A block is computed as a whole or not at all."""
 FLASH_HEAD = 128
+"""FlashAttention computes windows of any length if heads are wider than this."""
 FLASH_WINDOW = 128
-"""FlashAttention computes windows of wider heads, and shorter windows of all heads.
+"""FlashAttention computes windows up to this length with all heads; flex attention computes the others.
 
-One H200, torch 2.11, 16,384 tokens, forward and backward together: heads of 256, windows of 512 and 1,024: 1.3 and 2.0 ms against 2.1 and
-3.3 of flex attention; windows of 128: 1.4 against 1.5 (32 heads of 128), 1.7 against 1.6 (64 of 64), without the 4 to 6 s in which flex
-attention is compiled for each graph; heads of 128, windows of 1,024 and 4,096: 3.6 and 10.0 against 3.2 and 8.1
-(benchmarks/results/2026-11-30-window-attention-H200.json).
+Measured on one H200, torch 2.11, 16,384 tokens, forward and backward together, in ms
+(benchmarks/results/2026-11-30-window-attention-H200.json):
+
+| heads | window | FlashAttention | flex attention |
+| --- | --- | --- | --- |
+| size 256 | 512 | 1.3 | 2.1 |
+| size 256 | 1,024 | 2.0 | 3.3 |
+| 32 of size 128 | 128 | 1.4 | 1.5 |
+| 64 of size 64 | 128 | 1.7 | 1.6 |
+| size 128 | 1,024 | 3.6 | 3.2 |
+| size 128 | 4,096 | 10.0 | 8.1 |
+
+Flex attention also needs 4 to 6 s to compile for each graph.
 """
 WIDEST_FLASH_HEAD = 256
+"""Size of the widest heads that FlashAttention supports."""
 FLASH_FORMATS = ("bf16", "fp16")
+"""Number formats that FlashAttention supports."""
 
 
 def window_by_flash(head_dim: int, window: int, cap: float | None, number_format: str) -> bool:
-    """Whether torch's FlashAttention computes causal attention within a window on CUDA, rather than flex attention.
+    """Return whether torch's FlashAttention computes causal attention with a window on CUDA, instead of flex attention.
 
-    Queries, keys and values have heads of `head_dim`. `number_format` is that of the block: "bf16", "fp16", … .
+    `head_dim` is the size of heads, `window` the number of keys of a query, `cap` the cap of scores, and
+    `number_format` the format of the block: "bf16", "fp16", …
     """
     if cap is not None or number_format not in FLASH_FORMATS or head_dim % 8 or head_dim > WIDEST_FLASH_HEAD:
         return False
@@ -41,51 +54,64 @@ def window_by_flash(head_dim: int, window: int, cap: float | None, number_format
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Causal self-attention; fewer key/value heads than heads is grouped-query attention."""
+    """Causal self-attention. With fewer key/value heads than heads it is grouped-query attention."""
 
     MODULE: ClassVar[str] = "attention"
     NORM: ClassVar[str] = "attention_norm"
     OUTPUT_NORM: ClassVar[str] = "attention_output_norm"
 
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key heads, and of value heads."""
     head_dim: int
+    """Size of a head."""
     rotary: RotarySpec | None = None
-    """None does not rotate queries and keys."""
+    """Rotary embedding; None does not rotate queries and keys."""
     window: int | None = None
-    """Each token attends to this many tokens, itself included; None is full causal attention."""
+    """Each token attends to at most this many tokens, itself included; None is full causal attention."""
     qk_norm: NormSpec | None = None
     """Norm of each query and key head."""
     rotated_norm: bool = False
-    """`qk_norm` is behind rotation."""
+    """Whether `qk_norm` comes after the rotation, not before it."""
     whole_norm: bool = False
-    """`qk_norm` is over all heads of a token together."""
+    """Whether `qk_norm` is over all heads of a token together."""
     score_scale: float | None = None
-    """Factor of the products of queries and keys before the softmax; None is 1 / √head_dim."""
+    """Factor of the scores (queries times keys) before the softmax; None is 1 / √head_dim."""
     score_cap: float | None = None
     """Scores s become cap · tanh(s / cap) before the softmax; None does not cap them."""
     sinks: bool = False
-    """Each head has a score of its own that takes part in every softmax and has no value (gpt-oss)."""
+    """Whether each head has a trained score that takes part in every softmax and has no value (gpt-oss)."""
     qkv_bias: bool = False
+    """Whether queries, keys and values have biases."""
     out_bias: bool = False
+    """Whether the output projection has a bias."""
 
     @property
     def query_factor(self) -> float:
-        """Factor of queries that makes attention, which divides by √head_dim, multiply by `score_scale`."""
+        """Return the factor of queries which gives the scores the factor `score_scale`, since attention itself divides
+        them by √head_dim.
+        """
         return 1.0 if self.score_scale is None else self.score_scale * math.sqrt(self.head_dim)
 
     @property
     def rotates_whole_heads(self) -> bool:
-        """Whether heads are rotated whole and by halves, or not at all, as the kernels of decodes on a CPU do it."""
+        """Return whether heads are rotated as a whole and by halves, or not at all.
+
+        The CPU's kernels for decodes only do that.
+        """
         rotary = self.rotary
         return rotary is None or (rotary.width == self.head_dim and rotary.pairs == "halves")
 
     def rotates_as_written(self, *, on_cuda: bool) -> bool:
-        """Whether the kernels that write keys into a cache can rotate them: norms behind rotation come before the write."""
+        """Return whether the kernels that write keys into a cache can also rotate them.
+
+        They cannot if a norm follows the rotation.
+        """
         return (self.rotates_whole_heads or on_cuda) and not self.rotated_norm
 
     def operations(self, place: BodyPlace) -> Iterator[Op]:
-        """Fused projection, norms of heads, rotation, attention, output projection."""
+        """Yield the fused projection, norms of heads, rotation, attention, and output projection."""
         name = place.name
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
@@ -140,7 +166,7 @@ class AttentionSpec:
         )
 
     def _normed(self, place: BodyPlace, attended: dict[str, str]) -> Iterator[Op]:
-        """The norms of queries and keys, which are then the values of `attended`."""
+        """Yield the norms of queries and keys, and replace the values in `attended` by their results."""
         for part, heads in (("q", self.heads), ("k", self.kv_heads)):
             if self.qk_norm is not None:
                 normed = Value(place.name(f"normed_{part}"), heads * self.head_dim)
@@ -149,7 +175,7 @@ class AttentionSpec:
                 attended[part] = normed.name
 
     def _rotated(self, place: BodyPlace, attended: dict[str, str]) -> Iterator[Op]:
-        """The rotations of queries and keys, which are then the values of `attended`."""
+        """Yield the rotations of queries and keys, and replace the values in `attended` by their results."""
         for part, heads in (("q", self.heads), ("k", self.kv_heads)):
             if self.rotary is not None:
                 rotated = Value(place.name(f"rotated_{part}"), heads * self.head_dim)
@@ -157,11 +183,11 @@ class AttentionSpec:
                 attended[part] = rotated.name
 
     def cache_shape(self, positions: int) -> tuple[int, ...]:
-        """The shape of the keys and values of so many positions."""
+        """Return the shape of the keys and values of `positions` positions: (2, kv_heads, positions, head_dim)."""
         return 2, self.kv_heads, positions, self.head_dim
 
     def mistakes(self) -> Iterator[WrongKey]:
-        """What is wrong with the heads, naming keys of `model`."""
+        """Yield what is wrong with the heads. Mistakes name keys of `model`."""
         if self.heads % self.kv_heads:
             near = str(nearest_divisor(self.heads, self.kv_heads))
             yield WrongKey("kv_heads", str(self.kv_heads), "a divisor of {heads}", near, (("heads", self.heads),))

@@ -1,4 +1,4 @@
-"""A block: sublayers around the residual stream."""
+"""A block: sublayers, each of which adds its result to the residual stream."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ from meshwright.spec.blocks.table import Op, Table, Value
 
 @dataclass(frozen=True, kw_only=True)
 class SublayerSpec:
-    """Adds to the residual stream what its bodies compute from the norm of it.
+    """A sublayer: its bodies (attention, feed-forward network) compute from the normed residual stream, and the result
+    is added to the stream.
 
-    Two bodies read one norm and are added: a parallel block (MegaScale §3.1).
+    If there are two bodies, both read the same norm, and their results are added: a parallel block (MegaScale §3.1).
     """
 
     norm: NormSpec | None
-    """None where the bodies read the residual stream itself."""
+    """Norm of the bodies' input; None if they read the residual stream itself."""
     bodies: tuple[BlockBody, ...]
+    """Attention or feed-forward network, or both in a parallel block."""
     norm_out: NormSpec | None = None
-    """Norm of the body's output before it is added; a sublayer with two bodies has none."""
+    """Norm of the body's output before it is added. A sublayer with two bodies has none."""
     factor: float = 1.0
-    """Factor of what is added to the residual stream."""
+    """Factor of the result before it is added to the residual stream."""
 
     @property
     def shares_transfers(self) -> bool:
-        """Whether tensor ranks gather and scatter tokens once for all bodies; an MoE layer transfers its tokens itself."""
+        """Return whether tensor ranks gather and scatter tokens once for all bodies.
+
+        An MoE layer transfers its tokens itself.
+        """
         return not any(isinstance(body, MoESpec) for body in self.bodies)
 
 
@@ -47,31 +52,32 @@ class BlockSpec:
     std: float
     """Standard deviation of initial weights."""
     residual_std: float
-    """That of projections back into the residual stream."""
+    """Standard deviation of the initial weights of projections back into the residual stream."""
     adapter: AdapterSpec | None = None
-    """Adapters of its linear layers, beside which all its other weights are frozen."""
+    """Adapters of its linear layers. If there are any, all other weights of the block are frozen."""
 
     @property
     def bodies(self) -> tuple[BlockBody, ...]:
+        """Return the bodies of all sublayers."""
         return tuple(body for sublayer in self.sublayers for body in sublayer.bodies)
 
     @property
     def mixer(self) -> AttentionSpec | LatentAttentionSpec:
-        """Its attention."""
+        """Return its attention."""
         return next(body for body in self.bodies if isinstance(body, AttentionSpec | LatentAttentionSpec))
 
     @property
     def feed_forward(self) -> FeedForwardSpec | MoESpec:
-        """Its feed-forward network, or the experts in place of one."""
+        """Return its feed-forward network, or the experts instead of it."""
         return next(body for body in self.bodies if isinstance(body, FeedForwardSpec | MoESpec))
 
     @property
     def moe(self) -> MoESpec | None:
-        """Its MoE layer, if it has one."""
+        """Return its MoE layer; None if it has none."""
         return next((body for body in self.bodies if isinstance(body, MoESpec)), None)
 
     def table(self, *, spread: bool = False) -> Table:
-        """Its operations; `spread`: the experts of a layer are on several ranks."""
+        """Return its operations. `spread` is true if the experts of a layer are on several ranks."""
         return _table(self, spread)
 
 
@@ -85,6 +91,7 @@ def _table(block: BlockSpec, spread: bool) -> Table:
 
 
 def _operations(block: BlockSpec, stream: str, spread: bool) -> Iterator[Op]:
+    """Yield the operations of a block without adapters; `stream` is the name of its input."""
     for number, sublayer in enumerate(block.sublayers, 1):
         source = stream
         if sublayer.norm is not None:

@@ -11,13 +11,16 @@ from meshwright.spec.blocks.table import ActivateOp, FusedWeight, LinearOp, Op, 
 from meshwright.spec.errors import WrongKey
 
 Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu"]
+"""Activation function of a feed-forward network; `FeedForwardSpec` has their formulas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardSpec:
-    """down(silu(gate) · up), down(gelu(gate) · up) or down(gelu(up)), with the tanh approximation of GELU.
+    """A feed-forward network.
 
-    `clamped_swiglu` is that of `kernels.swiglu.clamped_activation`.
+    - swiglu: down(silu(gate) · up). geglu: down(gelu(gate) · up).
+    - gelu: down(gelu(up)), without a gate. GELU is its tanh approximation.
+    - clamped_swiglu: the activation of `kernels.swiglu.clamped_activation`.
     """
 
     MODULE: ClassVar[str] = "mlp"
@@ -25,27 +28,28 @@ class FeedForwardSpec:
     OUTPUT_NORM: ClassVar[str] = "mlp_output_norm"
 
     width: int
-    """Width inside."""
+    """Width between its linear layers."""
     activation: Activation = "swiglu"
     bias: bool = False
-    """Biases of both linear layers."""
+    """Whether both linear layers have biases."""
 
     @property
     def gated(self) -> bool:
+        """Return whether the first linear layer also computes a gate."""
         return self.activation != "gelu"
 
     @property
     def first(self) -> str:
-        """Name of the first linear layer."""
+        """Return the name of the first linear layer."""
         return "gate_up" if self.gated else "up"
 
     @property
     def first_width(self) -> int:
-        """Outputs of the first linear layer."""
+        """Return the number of outputs of the first linear layer."""
         return (1 + self.gated) * self.width
 
     def operations(self, place: BodyPlace, *, tiled: bool = True) -> Iterator[Op]:
-        """Both linear layers and the activation between them; `tiled` as in `ActivateOp`."""
+        """Yield both linear layers and the activation between them; `tiled` is as in `ActivateOp`."""
         name = place.name
         projected = Value(name("projected"), self.first_width)
         activated = Value(name("activated"), self.width)

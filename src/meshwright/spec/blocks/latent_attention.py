@@ -1,4 +1,6 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024, §2.1): keys and values are computed from a narrow latent of the token."""
+"""Multi-head latent attention (DeepSeek-V2, 2024, §2.1): keys and values are computed from a narrow vector of each
+token, its latent.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from meshwright.spec.errors import WrongKey
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionSpec:
-    """Attention with latents for keys and values, and for queries unless `q_rank` is 0; it has no biases.
+    """Attention with latents for keys and values, and also for queries unless `q_rank` is 0. It has no biases.
 
-    The rows of `q` and `kv_up` are ordered by head; those of a head are its unrotated part, then the rotated part or the
-    value.
+    The rows of the weights `q` and `kv_up` are ordered by head. Inside a head of `q`, the rows of the unrotated part
+    come first, then those of the rotated part. Inside a head of `kv_up`, the rows of the unrotated part of the key come
+    first, then those of the value.
     """
 
     MODULE: ClassVar[str] = "attention"
@@ -26,13 +29,17 @@ class LatentAttentionSpec:
     OUTPUT_NORM: ClassVar[str] = "attention_output_norm"
 
     heads: int
+    """Number of heads."""
     head_dim: int
+    """Size of a query and a key head: the unrotated and the rotated part."""
     rotary: RotarySpec
     """Rotates a part of each query head, and a part of the key that all heads share."""
     value_head_dim: int
+    """Size of a value head."""
     kv_rank: int
     """Width of the latent of keys and values."""
     latent_norm: NormSpec
+    """Norm of the latents."""
     q_rank: int = 0
     """Width of the latent of queries; 0 computes them from the residual stream."""
     window: int | None = None
@@ -41,7 +48,7 @@ class LatentAttentionSpec:
     """Its scores are not capped."""
 
     def operations(self, place: BodyPlace) -> Iterator[Op]:
-        """Projections to latents, their norms, projections by head, rotation, attention, output projection."""
+        """Yield projections to latents, their norms, projections to heads, rotation, attention, and output projection."""
         name = place.name
         rotated = self.rotary.width
         queries = self.heads * self.head_dim
@@ -90,7 +97,7 @@ class LatentAttentionSpec:
             std=place.std,
             split="rows",
         )
-        # Rotated and other parts are joined to new tensors.
+        # The rotated and the unrotated part of a head are joined in a new tensor.
         q = Value(name("joined_q"), queries)
         k = Value(name("joined_k"), queries)
         rotated_key = Value(name("rotated_key"), rotated)
@@ -119,11 +126,13 @@ class LatentAttentionSpec:
         )
 
     def cache_shape(self, positions: int) -> tuple[int, ...]:
-        """The shape of the latents and rotated keys of so many positions."""
+        """Return the shape of the latents and rotated keys of `positions` positions: (positions, kv_rank + rotated
+        width).
+        """
         return positions, self.kv_rank + self.rotary.width
 
     def mistakes(self) -> Iterator[WrongKey]:
-        """What is wrong with the widths of heads, naming keys of `model`."""
+        """Yield what is wrong with the widths of heads. Mistakes name keys of `model`."""
         beside = (("head_dim", self.head_dim),)
         if not 0 < self.rotary.width < self.head_dim or self.rotary.width % 2:
             found = str(self.rotary.width)
@@ -136,9 +145,10 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RotateSharedOp(Op):
-    """Rotates the part of the key that all heads share; the rotated part is counted as kept, in the linear layers' format.
+    """Rotates the part of the key that all heads share.
 
-    It is less than a thousandth of what a block saves.
+    Its result is counted as saved for the backward, in the number format of linear layers. It is less than a thousandth
+    of what a block saves.
     """
 
     @property

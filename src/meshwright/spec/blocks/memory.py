@@ -1,8 +1,10 @@
-"""Elements that a block's forward saves for its backward, from its table.
+"""Number of elements that the forward of a block saves for its backward, computed from the block's table.
 
-Without recompute these are the values that backwards read, each counted once however many operations read it, without sums that the
-compiler computes again inside the kernel that reads them. With recompute they are
-the block's input and those results of selected operations from which everything else that a backward reads can be computed again.
+Without recompute, these are the values that backwards read. Each counts once, however many operations read it. Sums
+that the compiler computes again inside the kernel that reads them do not count.
+
+With recompute, these are the block's input and the results of selected operations. Everything else that a backward
+reads can be computed again from them.
 """
 
 from __future__ import annotations
@@ -16,34 +18,38 @@ from meshwright.spec.plan import Recompute
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of one token, by the factor that applies to them."""
+    """Numbers of elements of one token, divided by what multiplies them."""
 
     own: float = 0.0
-    """Of the token, and of its copies as the rank sends them."""
+    """Elements of the token itself, and of the copies of it that its rank sends to experts."""
     rounded: float = 0.0
-    """Of the token, in the format of linear layers: fewer bytes in a run with fp8."""
+    """Elements of the token in the number format of linear layers: fewer bytes in a run with fp8."""
     received: float = 0.0
-    """Of the copies that the rank's experts get: more than the mean on the busiest rank."""
+    """Elements of the token's copies that experts receive. The busiest rank has more of them than the mean."""
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     @classmethod
     def of(cls, value: Value, *, rounded: bool = False) -> Elements:
-        """All elements of a value; those that experts receive are not rounded."""
+        """Return all elements of a value. Values that experts receive are never rounded."""
         if value.rows == "received":
             return cls(received=value.elements)
         return cls(rounded=value.elements) if rounded else cls(own=value.elements)
 
 
 def saved(table: Table, mode: Recompute, *, narrow: bool) -> Elements:
-    """Elements that the forward saves under a recompute mode; `narrow`: linear layers have a narrower format than the block."""
+    """Return the elements that the forward saves under a recompute mode.
+
+    `narrow` is true if linear layers have a narrower number format than the rest of the block.
+    """
     if mode == "none":
         return _read_by_backwards(table, narrow=narrow)
     return sum((Elements.of(table.values[name]) for name in _recomputed_from(table, mode)), Elements())
 
 
 def _read_by_backwards(table: Table, *, narrow: bool) -> Elements:
+    """Return the elements that backwards read, without recompute."""
     whole = dict[str, Value]()
     rounded = dict[str, Value]()
     for op in table.operations:
@@ -52,7 +58,8 @@ def _read_by_backwards(table: Table, *, narrow: bool) -> Elements:
             (rounded if op.rounds else whole)[value.name] = value
     for name in [name for name in whole if _is_summed_again(table, name, {*whole, *rounded})]:
         del whole[name]
-    # A linear layer keeps a rounded copy of its own; without rounding it keeps the tensor that others keep too.
+    # With rounding, a linear layer saves a rounded copy of its own. Without rounding, it saves the same tensor as
+    # other readers do.
     copies = [value for name, value in rounded.items() if narrow or name not in whole]
     return sum(
         (
@@ -64,10 +71,12 @@ def _read_by_backwards(table: Table, *, narrow: bool) -> Elements:
 
 
 def _is_summed_again(table: Table, name: str, saved_names: Container[str]) -> bool:
-    """Whether a norm's backward computes its input again: a sum of saved values, and of norms of saved values.
+    """Return whether the backward of a norm computes the norm's input again, because it is a sum of available values.
 
-    In a block with norms of outputs that is the residual stream between its sublayers: a sum of its input and of the norm of the
-    attention's output, whose backward reads that output anyway. Values that linear layers or attention read have to exist.
+    Available are saved values, and norms of saved values. Example: in a block with norms of outputs, the residual
+    stream between the two sublayers is the sum of the block's input and the norm of the attention's output. The
+    backward of that norm reads the attention's output anyway. Values that a linear layer or attention reads must exist
+    in memory, so they are always saved.
     """
     readers = [op for op in table.operations if name in op.kept]
 
@@ -84,7 +93,10 @@ def _is_summed_again(table: Table, name: str, saved_names: Container[str]) -> bo
 
 
 def _recomputed_from(table: Table, mode: Recompute) -> Iterable[str]:
-    """The values that are saved with recompute: everything that a backward reads is computed again from these."""
+    """Return the names of the values that are saved with recompute.
+
+    Everything that a backward reads is computed again from them.
+    """
     found: dict[str, None] = {table.source.name: None}
     seen: set[str] = set()
     needed = [name for op in table.operations for name in op.kept]
@@ -104,7 +116,7 @@ def _recomputed_from(table: Table, mode: Recompute) -> Iterable[str]:
 
 
 def _is_saved(op: Op, mode: Recompute) -> bool:
-    """Whether the mode saves the results of an operation."""
+    """Return whether the mode saves the results of an operation."""
     if mode == "selective":
         return op.selected
     return mode == "all_but_attention" and isinstance(op, AttendOp)
@@ -112,20 +124,25 @@ def _is_saved(op: Op, mode: Recompute) -> bool:
 
 @dataclass(frozen=True)
 class Activations:
-    """Elements around the activations of a block's feed-forward networks, where its backward has the widest tensors."""
+    """Elements around the activation functions of a block's feed-forward networks, where its backward has its widest
+    tensors.
+    """
 
     before: Elements
-    """Inputs of the activations; the backward has a gradient of each."""
+    """Inputs of the activation functions. The backward has a gradient of each."""
     tiled: float
-    """Inputs, their gradients, and outputs of those that are computed in tiles."""
+    """Inputs, gradients of inputs, and outputs of the activation functions that are computed in tiles of tokens."""
     tiled_weights: int
-    """Weights of the linear layers around these."""
+    """Number of weights of the linear layers before and after these."""
     rows: Elements
     """Rows that experts read."""
 
 
 def activations(table: Table) -> Activations:
-    """The tensors around a block's activations; `table` is that of experts on one rank."""
+    """Return the tensors around a block's activation functions.
+
+    `table` is that of a block whose experts are on one rank.
+    """
     operations = [op for op in table.operations if isinstance(op, ActivateOp)]
     before = sum((Elements.of(table.values[op.reads[0]]) for op in operations), Elements())
     tiled = [op for op in operations if op.tiled]

@@ -1,4 +1,4 @@
-"""An MoE layer in place of a feed-forward network."""
+"""An MoE layer, which some blocks have instead of a feed-forward network."""
 
 from __future__ import annotations
 
@@ -27,32 +27,37 @@ from meshwright.spec.errors import WrongKey
 
 RouterScore = Literal["softmax", "sigmoid", "biased_softmax"]
 LEAST_SUM = 1e-12
-"""Sum of a token's scores below which a biased softmax divides by this: the bias may choose experts without probability."""
+"""Minimum divisor of a token's weights with a biased softmax: the bias may choose experts whose probability is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
-    """How a token's experts are chosen and weighted."""
+    """How the experts of a token are chosen, and with which weights their outputs are added."""
 
     score: RouterScore = "softmax"
-    """`sigmoid` (DeepSeek-V3) and `biased_softmax` (ERNIE 4.5) pick experts by score plus a bias that balances their loads."""
+    """Scores of experts.
+
+    `sigmoid` (DeepSeek-V3) and `biased_softmax` (ERNIE 4.5) choose experts by score plus a bias, which balances their
+    loads.
+    """
     normalised: bool = True
-    """Weights are scores divided by the sum of those picked; false: scores."""
+    """Whether weights are scores divided by the sum of the chosen scores; otherwise they are the scores."""
     groups: int = 1
-    """Groups of experts, of which a token uses `groups_per_token`."""
+    """Number of groups of experts. The experts of a token are in `groups_per_token` of them."""
     groups_per_token: int = 1
+    """Number of groups in which the experts of a token are."""
     scale: float = 1.0
     """Factor of the weights."""
     bias: bool = False
-    """A bias of the router's linear layer."""
+    """Whether the router's linear layer has a bias."""
 
     @property
     def choice_bias(self) -> bool:
-        """Whether experts are picked by score plus a bias."""
+        """Return whether experts are chosen by score plus a bias."""
         return self.score != "softmax"
 
     def mistakes(self, experts: int, per_token: int) -> Iterator[WrongKey]:
-        """What is wrong with the groups of so many experts, naming keys of `model`."""
+        """Yield what is wrong with the groups of `experts` experts. Mistakes name keys of `model`."""
         groups = self.groups
         size = experts // groups
         least = 2 if self.choice_bias and groups > 1 else 1
@@ -72,24 +77,28 @@ class RouterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """A router, routed experts and, if there is one, a shared expert for all tokens."""
+    """A router, routed experts, and maybe a shared expert that computes all tokens."""
 
     MODULE: ClassVar[str] = "moe"
     NORM: ClassVar[str] = "mlp_norm"
     OUTPUT_NORM: ClassVar[str] = "mlp_output_norm"
 
     experts: int
+    """Number of routed experts."""
     per_token: int
+    """Number of routed experts of a token."""
     expert: FeedForwardSpec
+    """Each of the routed experts."""
     router: RouterSpec
     shared: FeedForwardSpec | None = None
+    """The shared expert; None if there is none."""
     shared_gate: bool = False
-    """The shared expert's output is multiplied by a sigmoid of a linear layer of width 1 (Qwen2-MoE)."""
+    """Whether the shared expert's output is multiplied by the sigmoid of a linear layer of width 1 (Qwen2-MoE)."""
     width: int | None = None
-    """Width that experts read and write; None is that of the residual stream."""
+    """Width of what experts read and write; None is the width of the residual stream."""
 
     def operations(self, place: BodyPlace) -> Iterator[Op]:
-        """Router, exchange of rows (`place.spread`), experts, sum of a token's rows, shared expert."""
+        """Yield router, exchange of rows (if `place.spread`), experts, sum of a token's rows, and shared expert."""
         name = place.name
         if self.router.choice_bias:
             yield VectorOp(name=name("choice_bias"), reads=(), size=self.experts, trained=False)
@@ -131,7 +140,9 @@ class MoESpec:
         yield Op(name=name("sum"), reads=summed, writes=(place.output,))
 
     def _routed(self, place: BodyPlace) -> Generator[Op, None, str]:
-        """The operations on rows of tokens; returns the name of the experts' outputs, in the order of the tokens."""
+        """Yield the operations on rows, one row for each expert of a token; return the name of the experts' outputs in
+        the order of the tokens.
+        """
         name = place.name
         expert = self.expert
         width = self.width or place.hidden
@@ -172,7 +183,7 @@ class MoESpec:
             bias=expert.bias,
             **sizes,
         )
-        if not place.spread:  # the weights multiply the activation
+        if not place.spread:  # the router's weights are multiplied into the activation instead
             return outputs.name
         returned = rows("returned_rows", width, "sent")
         weighted = rows("weighted_rows", width, "sent")
@@ -181,7 +192,7 @@ class MoESpec:
         return weighted.name
 
     def mistakes(self) -> Iterator[WrongKey]:
-        """What is wrong with the experts, naming keys of `model`."""
+        """Yield what is wrong with the experts. Mistakes name keys of `model`."""
         if not 1 <= self.per_token <= self.experts:
             near = str(min(max(self.per_token, 1), self.experts))
             yield WrongKey(

@@ -1,4 +1,4 @@
-"""Normalisation."""
+"""Normalisation: RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ NormKind = Literal["rmsnorm", "layernorm"]
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """RMSNorm, or LayerNorm with a bias."""
+    """RMSNorm without a bias, or LayerNorm with one."""
 
     kind: NormKind = "rmsnorm"
     eps: float = 1e-5
     """Added to the variance before the square root."""
     plus_one: bool = False
-    """Weights are stored minus one: the norm multiplies by 1 + weight (Gemma). RMSNorm only."""
+    """Whether the stored weight is the weight minus one, so that the norm multiplies by 1 + stored weight (Gemma).
+
+    RMSNorm only.
+    """
 
     def operation(self, name: str, reads: str, writes: Value, width: int, heads: int = 0) -> NormOp:
-        """The norm of `width` elements of the value `reads` as the module `name`; `heads` as in `NormOp`."""
+        """Return the norm of the last `width` elements of the value `reads`, as the module `name`.
+
+        `heads` is as in `NormOp`.
+        """
         return NormOp(
             name=name,
             reads=(reads,),

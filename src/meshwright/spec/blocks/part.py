@@ -12,42 +12,45 @@ from meshwright.spec.errors import WrongKey
 
 @dataclass(frozen=True, kw_only=True)
 class BodyPlace:
-    """Where a body stands: the width around it, the names of its module and of its input, and what its weights start from."""
+    """Where a body is in a block: the width around it, the names of its module and its input, and the deviation of its
+    initial weights.
+    """
 
     hidden: int
+    """Width of the residual stream."""
     prefix: str
-    """Name of its module inside the block, such as `attention`."""
+    """Name of the body's module inside the block, such as `attention`."""
     reads: str
-    """The value that it reads: the norm's output, or the residual stream."""
+    """Name of the value that the body reads: the output of a norm, or the residual stream."""
     std: float
     """Standard deviation of initial weights."""
     residual_std: float
-    """That of projections back into the residual stream."""
+    """Standard deviation of the initial weights of projections back into the residual stream."""
     spread: bool = False
-    """Whether the experts of a layer are on several ranks, which exchange rows."""
+    """Whether the experts of a layer are on several ranks, which send rows to each other."""
 
     @property
     def output(self) -> Value:
-        """The value that a body writes."""
+        """Return the value that the body writes."""
         return Value(f"{self.prefix}.output", self.hidden)
 
     def name(self, inside: str) -> str:
-        """The name of a module or value inside the body."""
+        """Return the name of a module or a value inside the body."""
         return f"{self.prefix}.{inside}"
 
 
 class BlockBody(Protocol):
-    """A mixer or a feed-forward network: an immutable description with its checks and its operations."""
+    """Attention or a feed-forward network: an immutable description with its checks and its operations."""
 
     MODULE: ClassVar[str]
-    """Name of its module in a block."""
+    """Name of the body's module in a block."""
     NORM: ClassVar[str]
-    """Name of the norm before it."""
+    """Name of the norm before the body."""
     OUTPUT_NORM: ClassVar[str]
-    """Name of the norm of its output, in blocks that have one."""
+    """Name of the norm of the body's output, in blocks that have one."""
 
     def operations(self, place: BodyPlace) -> Iterator[Op]:
-        """Its operations at a place; the last one that matters writes `place.output`."""
+        """Yield the operations of the body at a place. One of them writes `place.output`."""
 
     def mistakes(self) -> Iterator[WrongKey]:
-        """What is wrong with it, naming keys of `model`."""
+        """Yield what is wrong with the body. Mistakes name keys of `model`."""

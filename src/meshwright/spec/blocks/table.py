@@ -1,7 +1,10 @@
-"""The operations of a block as a small dataflow: each names what it reads, and describes what it writes and its weights.
+"""The operations of a block as a small dataflow graph.
 
-Everything that other packages know about a block follows from its table by general functions: parameters and FLOPs here, saved
-activations in `memory.py`, transfers between tensor ranks in `transfers.py`. A table has no ranks, dtypes or seconds.
+Each operation names what it reads, and describes what it writes and its weights.
+
+Everything that other packages know about a block is computed from its table by general functions: parameters and FLOPs
+here, saved activations in `memory.py`, transfers between tensor ranks in `transfers.py`. A table has no ranks, dtypes
+or seconds.
 
 Example: the feed-forward network of a gated block of width 4 with an inner width of 8.
 
@@ -22,77 +25,105 @@ from itertools import chain
 from typing import Literal
 
 Fill = Literal["normal", "ones", "zeros"]
+"""Initial values of a weight."""
 TensorSplit = Literal["rows", "columns", "whole"]
-"""How tensor ranks divide a weight (Shoeybi et al. 2019): output features, input features, or not at all."""
+"""How tensor ranks divide a weight (Shoeybi et al. 2019): rows are output features, columns are input features, whole
+is not at all.
+"""
 ADAPTER = "adapter"
-"""Name of the module that holds a linear layer's adapters, inside the layer's."""
+"""Name of the module with a linear layer's adapters, inside the module of the layer."""
 Rows = Literal["tokens", "sent", "received"]
-"""Rows of a value: a token's own; a token's copies for its experts; the copies that the rank's experts get from all ranks."""
+"""What a row of a value belongs to.
+
+tokens: one row for each token of the rank. sent: one row for each expert of such a token. received: the rows that the
+rank's experts get from all ranks.
+"""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Stored weight of a model.
+    """A stored weight of a model.
 
-    `blocks` names the logical weights fused along dimension 0 with their sizes, in order: `(("q", 4096), ("k", 1024),
-    …)`; empty for a weight that is not fused. `decay` says whether AdamW's weight decay applies. The routed experts of
-    a layer are one tensor with the experts along dimension 0, as a grouped matmul reads them:
-    `moe.experts.gate_up` (experts, 2·expert_hidden, hidden), with the gate's rows first, and `moe.experts.down`
-    (experts, hidden, expert_hidden). A weight that is not `trained` gets no gradient: the run itself updates it, and every
-    rank of its layer has it whole, in the stored dtype. A `frozen` weight is not trained either, and no step changes it:
-    it is in the dtype of compute, sharded as trained weights are, and checkpoints do not have it (`spec.blocks.adapter`).
-    `split` says how tensor ranks divide it; `heads` counts, for each of `blocks`, the heads that a rank cannot divide
-    further (0: any number of ranks can divide the block).
+    The routed experts of a layer are one tensor with the experts along dimension 0, as a grouped matmul reads them:
+    `moe.experts.gate_up` has shape (experts, 2 · expert_hidden, hidden) with the gate's rows first, and
+    `moe.experts.down` has shape (experts, hidden, expert_hidden).
     """
 
     name: str
+    """Name in the model, or in a block's table inside the block."""
     shape: tuple[int, ...]
     fill: Fill
     std: float
+    """Standard deviation of initial values, for the fill "normal"."""
     blocks: tuple[tuple[str, int], ...] = ()
+    """Names and sizes of the logical weights that are fused along dimension 0: `(("q", 4096), ("k", 1024), …)`.
+
+    Empty for a weight that is not fused.
+    """
     decay: bool = True
+    """Whether AdamW's weight decay applies."""
     trained: bool = True
+    """Whether it gets a gradient.
+
+    If neither `trained` nor `frozen`, the run itself updates it, and each rank of its layer has the whole weight, in
+    the stored dtype.
+    """
     split: TensorSplit = "whole"
+    """How tensor ranks divide it."""
     heads: tuple[int, ...] = ()
+    """For each of `blocks`, the number of heads, which a rank cannot divide further.
+
+    It is 0 if any number of ranks can divide the block.
+    """
     frozen: bool = False
+    """Whether no step changes it.
+
+    It is then in the compute dtype, is sharded as trained weights are, and is not in checkpoints
+    (`spec.blocks.adapter`).
+    """
 
     @property
     def count(self) -> int:
+        """Return the number of its elements."""
         return math.prod(self.shape)
 
     @property
     def before_blocks(self) -> bool:
-        """Whether it is applied before the first block."""
+        """Return whether it is applied before the first block."""
         return self.name.startswith(("embed.", "positions."))
 
     @property
     def precise(self) -> bool:
-        """Whether it is kept in fp32 whatever the dtype of compute: the biases by which a router chooses experts."""
+        """Return whether it is stored in fp32 whatever the compute dtype is: a bias by which a router chooses experts."""
         return self.name.endswith(".choice_bias")
 
     @property
     def adapter(self) -> bool:
-        """Whether it belongs to a low-rank adapter."""
+        """Return whether it belongs to a low-rank adapter."""
         return f".{ADAPTER}." in self.name
 
     @property
     def expert(self) -> bool:
-        """Whether it holds the routed experts of a layer, one after another along dimension 0."""
+        """Return whether it has the routed experts of a layer, one after another along dimension 0."""
         return ".moe.experts." in self.name
 
     @property
     def predicts(self) -> bool:
-        """Whether it belongs to a prediction module."""
+        """Return whether it belongs to a prediction module."""
         return self.name.startswith("predictions.")
 
     @property
     def inside(self) -> bool:
-        """Whether it belongs to a block or a prediction module, and not to the embedding, the final norm or the head."""
+        """Return whether it belongs to a block or a prediction module, not to the embedding, the final norm or the
+        head.
+        """
         return self.name.startswith(("layers.", "predictions."))
 
     @property
     def module(self) -> str:
-        """Name of its module, without the numbered block or prediction module around it: `attention.out`, `head`."""
+        """Return the name of its module without the numbered block or prediction module around it: `attention.out`,
+        `head`.
+        """
         if not self.inside:
             return self.name.rpartition(".")[0]
         return self.name.split(".", 2)[2].rpartition(".")[0].removeprefix("block.")
@@ -100,47 +131,52 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that an operation writes, with `width` elements in each row and `copies` rows for a token.
-
-    `inside`: it is a part of that value's memory, such as the keys in the output of a fused projection.
-    """
+    """A tensor that an operation writes."""
 
     name: str
     width: int
+    """Number of elements in each row."""
     rows: Rows = "tokens"
     copies: int = 1
+    """Number of rows for each token: the number of its experts for "sent" and "received" rows."""
     inside: str = ""
+    """Name of the value of whose memory this value is a part.
+
+    For example, the keys are a part of the output of a fused projection.
+    """
 
     @property
     def elements(self) -> int:
-        """Elements of one token, if experts get equal numbers of copies."""
+        """Return the number of elements for one token, if all experts get the same number of rows."""
         return self.width * self.copies
 
 
 @dataclass(frozen=True)
 class FusedWeight:
-    """One of the logical weights that are fused in a linear layer: `size` rows that consist of `heads` whole heads, or 0."""
+    """One of the logical weights that are fused in a linear layer."""
 
     name: str
     size: int
+    """Number of its rows."""
     heads: int = 0
+    """Number of heads of which the rows consist; 0 if they are not divided into heads."""
 
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """A low-rank adapter of a linear layer, or of one of its fused parts: A `(rank, inputs)` and B `(outputs, rank)`.
-
-    `blocks` are the fused parts that it covers together.
-    """
+    """A low-rank adapter of a linear layer, or of one of its fused parts: A `(rank, inputs)` and B `(outputs, rank)`."""
 
     part: str
-    """The fused part; empty for an adapter of the whole layer."""
+    """Name of the fused part; empty for an adapter of the whole layer."""
     outputs: int
+    """Outputs of the adapter."""
     rank: int
+    """Rank of the adapter."""
     blocks: tuple[tuple[str, int], ...] = ()
+    """Names and sizes of the fused parts that an adapter of the whole layer covers."""
 
     def parameter(self, name: str) -> str:
-        """The name of its parameter `a`, `b` or `magnitude` inside the module of adapters."""
+        """Return the name of its parameter `a`, `b` or `magnitude` inside the module of adapters."""
         return f"{self.part}_{name}" if self.part else name
 
 
@@ -149,45 +185,50 @@ class Op:
     """An operation without weights whose backward reads nothing, such as a sum, a rotation or a change of order."""
 
     name: str
-    """Name of its module inside the block; of an operation that is no module, any name."""
+    """Name of its module inside the block; any name if it is no module."""
     reads: tuple[str, ...]
+    """Names of the values that it reads."""
     writes: tuple[Value, ...] = ()
+    """Values that it writes."""
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Values that its backward reads."""
+        """Return the names of the values that its backward reads."""
         return ()
 
     @property
     def rounds(self) -> bool:
-        """Whether it keeps its input in the format of linear layers (fp8 in a run with fp8)."""
+        """Return whether it saves its input in the number format of linear layers (fp8 in a run with fp8)."""
         return False
 
     @property
     def selected(self) -> bool:
-        """Whether selective recompute saves its result, as it is dear to compute again."""
+        """Return whether selective recompute saves its result, because it would cost much to compute it again."""
         return False
 
     @property
     def multiplications(self) -> int:
-        """Multiplications of one token with its weights; a FLOP count has two FLOPs each."""
+        """Return the number of multiplications of one token with its weights. Each of them is two FLOPs."""
         return 0
 
     def weights(self) -> Iterator[ParameterSpec]:
-        """Its parameters in registration order, named inside the block."""
+        """Yield its parameters in the order of their registration, with names inside the block."""
         yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormOp(Op):
-    """RMSNorm, or LayerNorm with a bias, of the last `width` elements."""
+    """RMSNorm, or LayerNorm with a bias, of the last `width` elements of a row."""
 
     width: int
     bias: bool = False
     fill: Fill = "ones"
-    """Initial values of the weights: zeros if they are stored minus one."""
+    """Initial values of the weights: "zeros" if they are stored minus one."""
     heads: int = 0
-    """Heads that it norms together, which tensor ranks divide with their weights; 0 where each rank has the whole width."""
+    """Number of heads that it norms together, if tensor ranks divide the heads and its weights.
+
+    It is 0 if each rank has the whole width.
+    """
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -202,24 +243,28 @@ class NormOp(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearOp(Op):
-    """A linear layer, (outputs, inputs) weights; `parts` are the logical weights fused in its outputs.
-
-    A `router` multiplies in the compute dtype whatever the format of linear layers; its input is counted as rounded
-    nevertheless: another linear layer usually reads it.
-    """
+    """A linear layer with a weight of shape (outputs, inputs)."""
 
     inputs: int
     outputs: int
     std: float
+    """Standard deviation of initial weights."""
     split: TensorSplit
+    """How tensor ranks divide the weight."""
     parts: tuple[FusedWeight, ...] = ()
+    """The logical weights that are fused in its outputs."""
     bias: bool = False
     router: bool = False
+    """Whether it multiplies in the compute dtype even if linear layers have another format.
+
+    Its input still counts as rounded, because another linear layer usually reads the same input.
+    """
     adapters: tuple[AdapterPart, ...] = ()
+    """Low-rank adapters of the layer, or of its fused parts."""
     frozen: bool = False
-    """Whether its weight has no gradient; then its backward reads the input for adapters only."""
+    """Whether its weight has no gradient. Then its backward reads the input only for adapters."""
     magnitudes: bool = False
-    """Whether each adapter trains the lengths of its rows of the weights too (DoRA)."""
+    """Whether each adapter also trains the lengths of its rows of the weight (DoRA)."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -227,7 +272,10 @@ class LinearOp(Op):
 
     @property
     def rounds(self) -> bool:
-        """A frozen weight needs no rounded input for its gradient; adapters keep the input as it is."""
+        """Return whether it saves a rounded input.
+
+        A frozen weight needs no input for a gradient, and adapters use the input as it is.
+        """
         return not self.frozen
 
     @property
@@ -246,7 +294,7 @@ class LinearOp(Op):
         bias = (self.outputs,)
         yield ParameterSpec(f"{self.name}.weight", weight, "normal", self.std, fused, split=split, heads=heads)
         if self.bias:
-            # A bias after a sum over ranks is whole on each of them.
+            # A bias that is added after an all-reduce is whole on each rank.
             bias_split = "rows" if split == "rows" else "whole"
             yield ParameterSpec(
                 f"{self.name}.bias", bias, "zeros", 0.0, fused, decay=False, split=bias_split, heads=heads
@@ -254,7 +302,11 @@ class LinearOp(Op):
         yield from self._adapter_weights()
 
     def _adapter_weights(self) -> Iterator[ParameterSpec]:
-        """A starts with the variance of peft's uniform draw, 1 / (3 · inputs), and B from zero: the first step has the base's output."""
+        """Yield the weights of its adapters.
+
+        A starts with the variance of peft's uniform distribution, 1 / (3 · inputs), and B with zeros, so that the first
+        step has the output of the base model.
+        """
         heads = {part.name: part.heads for part in self.parts}
         of_outputs: TensorSplit = "rows" if self.split == "rows" else "whole"
         of_inputs: TensorSplit = "columns" if self.split == "columns" else "whole"
@@ -274,9 +326,12 @@ class LinearOp(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsOp(Op):
-    """The linear layers of all routed experts as one grouped matmul; a token has rows for `per_token` of them.
+    """One linear layer of all routed experts, computed as one grouped matmul.
 
-    Its weight gradients are in the compute dtype also in a run with fp8, so inputs are kept in it.
+    A token has a row for each of its `per_token` experts.
+
+    Its weight gradients are computed in the compute dtype, also in a run with fp8, so its inputs are saved in that
+    dtype.
     """
 
     experts: int
@@ -285,7 +340,10 @@ class ExpertsOp(Op):
     outputs: int
     std: float
     bias: bool = False
-    """Whether each expert has a bias; those of a layer are one parameter `(experts, outputs)`, `NAME_bias`."""
+    """Whether each expert has a bias.
+
+    The biases of a layer are one parameter `NAME_bias` of shape (experts, outputs).
+    """
     parts: tuple[FusedWeight, ...] = ()
     adapters: tuple[AdapterPart, ...] = ()
     """Adapters of each expert: A `(experts, rank, inputs)` and B `(experts, outputs, rank)`."""
@@ -308,7 +366,10 @@ class ExpertsOp(Op):
             yield ParameterSpec(f"{self.name}_bias", (self.experts, self.outputs), "zeros", 0.0, decay=False)
 
     def adapter_weights(self) -> Iterator[ParameterSpec]:
-        """Those of its adapters: of the module of all adapters of the experts, which is registered behind their weights."""
+        """Yield the weights of its adapters.
+
+        They belong to the one module of all adapters of the experts, which is registered after the experts' weights.
+        """
         module, _, layer = self.name.rpartition(".")
         for adapter in self.adapters:
             a, b = (f"{module}.{ADAPTER}.{layer}_{adapter.parameter(name)}" for name in ("a", "b"))
@@ -318,14 +379,16 @@ class ExpertsOp(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class AttendOp(Op):
-    """Causal attention; `reads` are queries, keys and values. A token attends to `window` tokens, or to all before it."""
+    """Causal attention. `reads` are queries, keys and values."""
 
     heads: int
     kv_heads: int
     key_dim: int
-    """Width of a query and of a key head."""
+    """Size of a query head and of a key head."""
     value_dim: int
+    """Size of a value head."""
     window: int | None = None
+    """Number of tokens to which a token attends at most; None for all tokens before it."""
     cap: float | None = None
     """Cap of the scores (`AttentionSpec.score_cap`)."""
 
@@ -340,12 +403,10 @@ class AttendOp(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class ActivateOp(Op):
-    """The activation of a feed-forward network, between its linear layers.
-
-    `tiled`: recompute can compute the network for a tile of the tokens at a time (`plan.mlp_tile`).
-    """
+    """The activation function of a feed-forward network, between its linear layers."""
 
     tiled: bool = False
+    """Whether recompute can compute the network for one tile of tokens at a time (`plan.mlp_tile`)."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -354,7 +415,7 @@ class ActivateOp(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class WeighOp(Op):
-    """Multiplies rows by the routers' weights; its backward reads the first of what it reads."""
+    """Multiplies rows by the router's weights. Its backward reads the first of its inputs."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -363,7 +424,7 @@ class WeighOp(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class GateOp(Op):
-    """Multiplies a value by the sigmoid of another one of width 1."""
+    """Multiplies a value by the sigmoid of another value of width 1."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -381,12 +442,10 @@ class RouteOp(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOp(Op):
-    """Sends rows to the ranks of their experts, or returns them. Selective recompute does not send them again.
-
-    `stages`: it then also has the rows as they were sent.
-    """
+    """Sends rows to the ranks of their experts, or returns them. Selective recompute does not send them again."""
 
     stages: bool = False
+    """Whether selective recompute also saves the rows as they were sent."""
 
     @property
     def selected(self) -> bool:
@@ -395,13 +454,14 @@ class ExchangeOp(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class VectorOp(Op):
-    """A vector of parameters that is no norm and no bias of a linear layer."""
+    """A vector of parameters that is neither a norm nor the bias of a linear layer."""
 
     size: int
     fill: Fill = "zeros"
     trained: bool = True
+    """Whether it gets a gradient."""
     heads: int = 0
-    """Heads that have an element each, which tensor ranks divide; 0 for a vector that every rank has whole."""
+    """Number of heads with one element each, which tensor ranks divide; 0 if every rank has the whole vector."""
 
     def weights(self) -> Iterator[ParameterSpec]:
         split, heads = _split_by_heads(self.heads)
@@ -412,62 +472,64 @@ class VectorOp(Op):
 
 @dataclass(frozen=True)
 class Table:
-    """The operations of a block, or of a part of one, in the order in which its modules are registered.
-
-    `source` is its input `(…, hidden)`.
-    """
+    """The operations of a block, or of a part of one, in the order in which its modules are registered."""
 
     source: Value
+    """Input of the block, with shape (…, hidden)."""
     operations: tuple[Op, ...]
     frozen: bool = False
-    """Whether all weights but those of adapters are frozen."""
+    """Whether all weights except those of adapters are frozen."""
 
     @cached_property
     def values(self) -> dict[str, Value]:
-        """Every value by name."""
+        """Return all values by name."""
         written = {value.name: value for op in self.operations for value in op.writes}
         return {self.source.name: self.source, **written}
 
     @cached_property
     def writer(self) -> dict[str, Op]:
-        """The operation that writes each value."""
+        """Return the operation that writes each value, by the name of the value."""
         return {value.name: op for op in self.operations for value in op.writes}
 
     @cached_property
     def weights(self) -> tuple[ParameterSpec, ...]:
-        """Every parameter in registration order, named inside the block."""
+        """Return all parameters in the order of their registration, with names inside the block."""
         weights = chain.from_iterable(_weights(self.operations))
         return tuple(as_frozen(weight) if self.frozen and not weight.adapter else weight for weight in weights)
 
     def memory_of(self, name: str) -> Value:
-        """The value whose memory holds the value `name`."""
+        """Return the value in whose memory the value `name` is: itself, or the value of which it is a part."""
         value = self.values[name]
         return self.memory_of(value.inside) if value.inside else value
 
     @cached_property
     def multiplications(self) -> int:
-        """Multiplications of one token with weights."""
+        """Return the number of multiplications of one token with weights."""
         return sum(op.multiplications for op in self.operations)
 
     @cached_property
     def adapter_multiplications(self) -> int:
-        """Multiplications of one token with adapters."""
+        """Return the number of multiplications of one token with adapters."""
         adapted = [op for op in self.operations if isinstance(op, LinearOp | ExpertsOp)]
         copies = {op.name: op.per_token if isinstance(op, ExpertsOp) else 1 for op in adapted}
         return sum(copies[op.name] * part.rank * (op.inputs + part.outputs) for op in adapted for part in op.adapters)
 
     @cached_property
     def attends(self) -> tuple[AttendOp, ...]:
+        """Return the attention operations."""
         return tuple(op for op in self.operations if isinstance(op, AttendOp))
 
 
 def _split_by_heads(heads: int) -> tuple[TensorSplit, tuple[int, ...]]:
-    """How tensor ranks divide a vector that consists of so many heads; 0 for one that every rank has whole."""
+    """Return how tensor ranks divide a vector that consists of `heads` heads; 0 for a vector that every rank has whole."""
     return ("rows", (heads,)) if heads else ("whole", ())
 
 
 def _weights(operations: Iterable[Op]) -> Iterator[Iterator[ParameterSpec]]:
-    """The weights of each operation; those of adapters of experts follow the last linear layer of these."""
+    """Yield the weights of each operation.
+
+    The adapters of experts follow after the last linear layer of the experts.
+    """
     experts: list[ExpertsOp] = []
     for op in operations:
         if experts and not isinstance(op, ExpertsOp | ActivateOp):
@@ -479,5 +541,5 @@ def _weights(operations: Iterable[Op]) -> Iterator[Iterator[ParameterSpec]]:
 
 
 def as_frozen(weight: ParameterSpec) -> ParameterSpec:
-    """The weight of a model of which only adapters are trained."""
+    """Return the weight as it is in a model of which only the adapters are trained."""
     return replace(weight, trained=False, frozen=True)

@@ -1,9 +1,13 @@
-"""What tensor ranks transfer inside a block, from its table: the edges on which the division of a value changes.
+"""What tensor ranks send to each other inside a block, computed from the block's table.
 
-Between modules each rank has its own part of the tokens; inside attention and feed-forward networks it has all tokens and a part of the
-features. A linear layer split by rows needs all tokens, so its input is gathered. So is what joins values by feature, such as the part of
-latent attention's keys that all heads share. The results of a linear layer split by columns are partial sums, which are added and
-scattered.
+Between modules, each rank has its own part of the tokens, with all features. Inside attention and feed-forward
+networks, each rank has all tokens, with its part of the features. So there are two kinds of transfers:
+
+- The input of a linear layer that is split by rows is gathered, because the layer needs all tokens. Values are also
+  gathered if an operation joins them with values that are divided by feature. An example is the part of latent
+  attention's keys that all heads share.
+- The outputs of a linear layer that is split by columns are partial sums. They are added and scattered
+  (reduce-scatter).
 """
 
 from __future__ import annotations
@@ -21,16 +25,25 @@ class RankTransfers:
     """Values that tensor ranks transfer in one forward of a block, in order."""
 
     gathered: tuple[tuple[Value, ...], ...]
-    """Values gathered over tokens, together those of one body, or of bodies that share their transfers."""
+    """Values that are gathered over tokens.
+
+    Each inner tuple has the values of one body, or of bodies that share their transfers.
+    """
     scattered: tuple[Value, ...]
     """Values whose partial sums are added and scattered."""
     squares: int = 0
-    """Norms over heads that the ranks divide: their sums of squares, one number a token each, are added in one all-reduce."""
+    """Number of norms over heads that the ranks divide.
+
+    The ranks add their sums of squares, one number per token, in one all-reduce.
+    """
 
 
 @lru_cache(maxsize=256)
 def transfers(block: BlockSpec) -> RankTransfers:
-    """The transfers of a block. Bodies that share them gather an input once, and scatter the sum of their outputs."""
+    """Return the transfers of a block.
+
+    Bodies that share transfers gather their input once, and scatter the sum of their outputs once.
+    """
     table = block.table()
     own = _values_by_token(table)
     gathered = list[tuple[Value, ...]]()
@@ -49,7 +62,7 @@ def transfers(block: BlockSpec) -> RankTransfers:
 
 
 def _values_by_token(table: Table) -> set[str]:
-    """Values of which each rank has its own tokens, with all features."""
+    """Return the names of values of which each rank has its own tokens with all features."""
     by_feature: set[str] = set()
     for op in table.operations:
         inside = any(name in by_feature for name in op.reads)
@@ -59,7 +72,7 @@ def _values_by_token(table: Table) -> set[str]:
 
 
 def _gathered_by(op: Op, own: set[str]) -> Iterator[str]:
-    """The values by token that an operation needs of all tokens."""
+    """Yield the values with own tokens only of which an operation needs all tokens."""
     by_token = [name for name in op.reads if name in own]
     if op.split == "rows" if isinstance(op, LinearOp) else len(by_token) < len(op.reads):
         yield from by_token
