@@ -7,6 +7,7 @@ The step time differs by a few percent from that of `simulate`, which simulates 
 - All micro-batches are equal, so the durations are computed once for each stage.
 - Parameters that are gathered once a step count in the stage's first forward. Gradients that are reduced once a step count in
   its last backward.
+- In layered order the gathers and reductions of each rank are simulated one by one, as a rank's waits hide many of them.
 - `compile_program` turns a schedule into flat lists, without any timing. `simulate_stages` runs over these lists.
 """
 
@@ -69,6 +70,8 @@ class ActionSeconds(NamedTuple):
     """Duration of the last reduction."""
     gather: float | None = None
     """In layered order, seconds of the gather of a unit that must end before the unit's first action. None for its other actions."""
+    copy_after: float = 0.0
+    """In layered order, the part of `compute` that copies gradients for their reduction, after the output message is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +226,9 @@ def _simulate_steps(
                 start = arrived
         if start > clock:
             hidden_collectives[rank] += min(start - clock, most_hidden[rank])
-        compute, exposed, hidden, exposed_after, until_reduction, single_reduction, last_reduction, gather = durations[
-            key
-        ]
-        if gather is not None:
+        seconds = durations[key]
+        compute, exposed, hidden, exposed_after, until_reduction, single_reduction, last_reduction, *_ = seconds
+        if (gather := seconds.gather) is not None:
             if gather:
                 exposed += max(0.0, gathered[rank] - start)
             if next_gathers[rank] and (following := next_gathers[rank].pop()):
@@ -257,7 +259,7 @@ def _simulate_steps(
                 reductions_end[rank] = gathers_end[rank] = max(begin, gathers_end[rank]) + last_reduction
             else:
                 reductions_end[rank] = begin + last_reduction
-        ends[action] = end
+        ends[action] = end - seconds.copy_after
         clocks[rank] = end + exposed_after
         exposed_collectives[rank] += exposed + exposed_after
     return ends, starts, exposed_messages, exposed_collectives, hidden_collectives, slowed
@@ -376,7 +378,9 @@ class StageDurations:
         units = order if forward else order[::-1]
         micro_batches_per_turn = self.micro_batches if self.layered else 1
         first_or_last = turn == ("first" if forward else "last")
-        gathered = [op != "backward_weight" and self._gathers(stage, unit, forward, first_or_last) for unit in units]
+        opens = self.layered and (turn in ("first", "opening") or (turn == "last" and self.micro_batches == 1))
+        gathers_here = opens if self.layered else first_or_last
+        gathered = [op != "backward_weight" and self._gathers(stage, unit, forward, gathers_here) for unit in units]
         if not forward and stage == self.stages - 1:  # parameters of the head stay gathered from its forward
             gathered[0] = False
         reduced = [weights and self._reduces(stage, unit, first_or_last) for unit in units]
@@ -411,26 +415,19 @@ class StageDurations:
             durations[unit] = compute, compute if reduced[index] else 0.0, pending
         if forward and turn == "first" and stage == 0 and timing.unshard and not self.layered:
             exposed[0] += timing.unshard[0][0]
-        gathers = self._gathers_before(stage, turn) if self.layered else [None] * len(units)
-        return [
-            ActionSeconds(
-                compute, exposed[unit], hidden[unit], 0.0, until_reduction, True, last_reduction, gathers[unit]
-            )
+        by_unit = [
+            ActionSeconds(compute, exposed[unit], hidden[unit], 0.0, until_reduction, True, last_reduction)
             for unit, (compute, until_reduction, last_reduction) in enumerate(durations)
         ]
-
-    def _gathers_before(self, stage: int, turn: Turn) -> list[float | None]:
-        """Return by unit the seconds of the gather before its first action in layered order; None if this is another action."""
-        units = self.units[stage]
-        if turn == "first":
-            return [*self.timing.unshard[stage]] if self.timing.unshard else [0.0] * len(units)
-        if turn != "opening" and not (turn == "last" and self.micro_batches == 1):
-            return [None] * len(units)
-        seconds = self.timing.unshard[stage] if self.timing.unshard else [0.0] * len(units)
-        freed = [gather if unit.reshard else 0.0 for gather, unit in zip(seconds, units, strict=True)]
-        if stage == self.stages - 1:  # parameters of the head stay gathered from its forward
-            freed[-1] = 0.0
-        return [*freed]
+        if not self.layered:
+            return by_unit
+        for index, unit in enumerate(units):
+            gather = timing.unshard[stage][unit] if gathered[index] and timing.unshard else 0.0
+            by_unit[unit] = by_unit[unit]._replace(
+                gather=gather if opens else None,
+                copy_after=timing.copy_in[stage][unit] if reduced[index] and timing.copy_in else 0.0,
+            )
+        return by_unit
 
     def _gathers(self, stage: int, unit: int, forward: bool, first_or_last: bool) -> bool:
         reshard = self.units[stage][unit].reshard
