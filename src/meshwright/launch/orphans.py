@@ -40,7 +40,8 @@ def orphans(folder: Path, proc: Path = PROC) -> Iterator[int]:
             variables = (entry / "environ").read_bytes().split(b"\0")
             if run not in variables or b"meshwright.training.rank" not in (entry / "cmdline").read_bytes().split(b"\0"):
                 continue
-            agent = next(int(value[18:]) for value in variables if value.startswith(b"MESHWRIGHT_PARENT="))
+            agents = (int(value[18:]) for value in variables if value.startswith(b"MESHWRIGHT_PARENT="))
+            agent = next(agents, None)
             status = (entry / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-            if int(status[1]) != agent:
+            if agent is not None and int(status[1]) != agent:
                 yield int(entry.name)

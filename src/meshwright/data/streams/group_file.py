@@ -139,7 +139,9 @@ def group_name(file: StoredFile, number: int, text: str, texts: str) -> str:
     return digest(json.dumps(named).encode("utf-8", "surrogateescape"))
 
 
-def write_group(path: Path, documents: Iterable[EncodedDocument], dtype: str, bad: list[str]) -> tuple[GroupRecord, int]:
+def write_group(
+    path: Path, documents: Iterable[EncodedDocument], dtype: str, bad: list[str]
+) -> tuple[GroupRecord, int]:
     """Write the file of a group. Return its record, and its size in bytes.
 
     Another process that makes room in the cache may delete the file at any time.
