@@ -284,7 +284,7 @@ class RowsOnTheWay(NamedTuple):
 def start_exchange(
     sent: Tensor, splits: Tensor, count: int | None, back: bool, group: str, *, asynchronous: bool = False
 ) -> RowsOnTheWay:
-    """Start `exchange_rows`. With `asynchronous` it overlaps with compute until `wait`. Not differentiable."""
+    """Start `exchange_rows`, whose arguments it has. With `asynchronous` it overlaps with compute until `wait`. Not differentiable."""
     sent_counts, received_counts = splits.flip(0).tolist() if back else splits.tolist()
     if sent_counts[0] < 0:
         return RowsOnTheWay(sent, sent.clone())

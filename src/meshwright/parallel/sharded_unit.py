@@ -50,7 +50,10 @@ class GradientAccumulator:
 
     @classmethod
     def of(cls, group: Group, *, single_backward: bool = False) -> GradientAccumulator:
-        """Return an accumulator for a group: an `UnsharedGradientAccumulator` on a single rank, else a `GradientAccumulator`."""
+        """Return an accumulator for a group: an `UnsharedGradientAccumulator` on a single rank, else a `GradientAccumulator`.
+
+        `single_backward` is passed to the former.
+        """
         if isinstance(group, UnsharedParameterGroup):
             return UnsharedGradientAccumulator(group, single_backward=single_backward)
         return cls(group)
