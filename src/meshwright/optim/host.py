@@ -74,7 +74,7 @@ class _PendingUpdate:
 
     gradients: dict[str, Tensor]
     table: StepTable | None
-    """None if the step has no gradients."""
+    """Learning rates and counters of the step's parameters; None if the step has no gradients."""
     span: SpanFactory | None
     copies: SnapshotCopies | None
     results: Tensor

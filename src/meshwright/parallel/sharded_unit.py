@@ -266,7 +266,7 @@ class ShardedUnit:
 
         With several users the reduction starts when all of them have called `reduce` since the last reduction. Until then the call returns
         False and does nothing else. The `last` call of a step always starts the reduction, because users may reduce after different numbers
-        of micro-batches. `span` as in `gather`.
+        of micro-batches. `span` is entered on the communication stream just before the first collective and left just after the last.
         """
         self._ready_users.add(user)
         if len(self._ready_users) < self.uses and not last:

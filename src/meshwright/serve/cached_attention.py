@@ -496,8 +496,8 @@ def use_cached_attention(
 ) -> CurrentStep:
     """Replace the attention of all layers of `model`, and of its first `predictions` prediction modules, by attention over the cache.
 
-    `context` is the largest number of tokens of a sequence; `invariant` as in `CurrentStep`. Before each forward pass, the caller sets `inputs` of the returned object to
-    the inputs of the step.
+    `context` is the largest number of tokens of a sequence; `invariant` as in `CurrentStep`. Before each forward pass, the
+    caller sets `inputs` of the returned object to the inputs of the step.
     """
     weight = model.embed.weight
     ropes = whole_tables(cache, context, weight.dtype)
