@@ -523,6 +523,7 @@ def whole_tables(cache: KVCache, context: int, dtype: torch.dtype) -> list[Rotar
     """
     positions = torch.arange(context, device=cache.tensors[0].device)
     tables = [tables_of(group.mixer.rotary, positions, dtype, context) for group in cache.groups]
+    # A table is `(1, context, 1, ·)`, for the dimensions batch, position and head.
     return [None if rope is None else tuple(table[0, :, 0] for table in rope) for rope in tables]
 
 
