@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.cli.command import meshwright
 
 TABLE = """source,model,gpu,gpus,tp,pp,dp,micro_batch,global_batch,seq,layers,hidden,iter_time_s,mem_gb
@@ -21,7 +23,9 @@ def test_json_answers_every_row(tmp_path: Path) -> None:
     first, second, third = answer.json["rows"]
     assert [entry["row"] for entry in answer.json["rows"]] == [0, 1, 2]
     assert first["measured_step_seconds"] == 3.0
-    assert first["measured_memory_gb"] == 50
+    assert first["measured_memory_gib"] == 50  # the column mem_gb is in GiB
+    assert first["predicted_memory_gib"] == pytest.approx(sum(first["memory_by_kind_gib"].values()))
+    assert not [key for key in first if key.endswith("_gb")]
     assert first["low_seconds"] < first["predicted_step_seconds"] < first["high_seconds"]
     assert second["predicted_step_seconds"] is None
     assert "Loom 1" in second["reason"]

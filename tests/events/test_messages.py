@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -23,6 +24,7 @@ from meshwright.events.messages import (
     Validation,
     decode,
     encode,
+    pipe_line,
 )
 
 
@@ -55,10 +57,27 @@ def test_another_line_is_no_message(line: bytes) -> None:
 
 
 def test_a_long_text_is_cut_to_what_a_pipe_takes_in_one_piece() -> None:
-    line = encode(FailureMessage(1, "ü" * 10_000, "/log"))
+    reading, writing = os.pipe()
+    MessageChannel(writing).send(FailureMessage(1, "ü" * 10_000, "/log"))
+    line = os.read(reading, 1 << 16)
     message = decode(line)
     assert len(line) <= LINE_BYTES and isinstance(message, FailureMessage)
     assert message.message.startswith("üü") and message.message.endswith("…") and message.log == "/log"
+
+
+def test_a_long_message_of_the_launcher_stays_whole() -> None:
+    message = BeginMessage("/runs/" + "ü" * 1000, {f"VARIABLE_{number}": "x" * 50 for number in range(100)})
+    assert len(encode(message)) > LINE_BYTES and decode(encode(message)) == message
+
+
+def test_a_line_without_long_texts_is_not_shortened() -> None:
+    for fields in (
+        {"numbers": [1] * 5000},
+        {"text": "", "numbers": [1] * 5000},
+        {"text": "abc", "numbers": [1] * 5000},
+    ):
+        line = json.loads(pipe_line(fields))
+        assert line["numbers"] == fields["numbers"]
 
 
 def test_messages_arrive_in_order_and_steps_are_dropped_while_nobody_reads() -> None:

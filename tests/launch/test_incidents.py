@@ -73,6 +73,15 @@ def test_old_incidents_are_removed_and_numbers_go_on(tmp_path: Path) -> None:
     assert len(names) == KEPT and (names[0], names[-1]) == ("0006-5", f"{KEPT + 5:04d}-{KEPT + 4}")
 
 
+def test_numbers_of_incidents_may_have_five_digits(tmp_path: Path) -> None:
+    (tmp_path / "incidents" / "9999-1").mkdir(parents=True)
+    (tmp_path / "incidents" / "notes-1").mkdir()
+    assert [new_folder(tmp_path, step).name for step in (2, 3)] == ["10000-2", "10001-3"]
+    for step in range(KEPT - 1):
+        new_folder(tmp_path, step)
+    assert not (tmp_path / "incidents" / "9999-1").exists() and (tmp_path / "incidents" / "10001-3").exists()
+
+
 def test_a_stopped_rank_is_named_when_the_others_report_a_lost_peer() -> None:
     loss = Incident(EXIT_COMMUNICATION, "rank 0 lost the others", 0, "a", 41)
     hosts = {0: "a", 1: "b"}

@@ -13,9 +13,12 @@ from meshwright.launch.orphans import end_orphans, orphans
 SLEEPS = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(60)", "meshwright.training.rank"]
 
 
-def started(run: Path, parent: int) -> subprocess.Popen[bytes]:
-    """A process that looks like a rank of the run whose agent has the process id `parent`."""
-    env = {**os.environ, RUN_VARIABLE: str(run), "MESHWRIGHT_PARENT": str(parent)}
+def started(run: Path, parent: int | None) -> subprocess.Popen[bytes]:
+    """A process that looks like a rank of the run whose agent has the process id `parent`, if it names one."""
+    env = {**os.environ, RUN_VARIABLE: str(run)}
+    env.pop("MESHWRIGHT_PARENT", None)
+    if parent is not None:
+        env["MESHWRIGHT_PARENT"] = str(parent)
     process = subprocess.Popen(SLEEPS, env=env, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     return process
@@ -23,7 +26,7 @@ def started(run: Path, parent: int) -> subprocess.Popen[bytes]:
 
 def test_only_ranks_of_the_run_whose_agent_is_dead_are_ended(tmp_path: Path) -> None:
     orphan, child = started(tmp_path / "run", 1), started(tmp_path / "run", os.getpid())
-    rank_of_other_run = started(tmp_path / "other", 1)
+    rank_of_other_run, without_agent = started(tmp_path / "other", 1), started(tmp_path / "run", None)
     try:
         assert list(orphans(tmp_path / "run")) == [orphan.pid]
         assert end_orphans(tmp_path / "run") == [orphan.pid]
@@ -33,6 +36,6 @@ def test_only_ranks_of_the_run_whose_agent_is_dead_are_ended(tmp_path: Path) -> 
             threading.Event().wait(0.02)
         assert end_orphans(tmp_path / "run") == []
     finally:
-        for process in (orphan, child, rank_of_other_run):
+        for process in (orphan, child, rank_of_other_run, without_agent):
             process.kill()
             process.wait()

@@ -72,10 +72,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[str, Any]:
-    """Return the predicted and the measured figures of one row.
-
-    `index` counts rows from 0. Memory is in GiB, although its keys end in `gb`.
-    """
+    """Return the predicted and the measured figures of one row. `index` counts rows from 0."""
     from meshwright.calibration.published_records import measured_seconds, number_or_none
 
     return {
@@ -85,9 +82,9 @@ def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[
         "predicted_step_seconds": prediction.seconds,
         "low_seconds": prediction.low,
         "high_seconds": prediction.high,
-        "measured_memory_gb": number_or_none(record, "mem_gb"),
-        "predicted_memory_gb": prediction.memory_gib,
-        "memory_by_kind_gb": prediction.fullest_rank_memory,
+        "measured_memory_gib": number_or_none(record, "mem_gb"),
+        "predicted_memory_gib": prediction.memory_gib,
+        "memory_by_kind_gib": prediction.fullest_rank_memory,
         "class": prediction.run_class,
         "exposed_seconds": prediction.exposed,
         "fits": prediction.fits,
@@ -102,9 +99,9 @@ def _summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
     sources, classes = (_errors_by(compared, key) for key in ("source", "class"))
     medians = [entry["median_error"] for entry in sources]
     memory = [
-        abs(answer["predicted_memory_gb"] / answer["measured_memory_gb"] - 1)
+        abs(answer["predicted_memory_gib"] / answer["measured_memory_gib"] - 1)
         for answer in answers
-        if answer["measured_memory_gb"] and answer["predicted_memory_gb"]
+        if answer["measured_memory_gib"] and answer["predicted_memory_gib"]
     ]
     return {
         "rows": len(answers),

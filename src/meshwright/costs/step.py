@@ -194,10 +194,11 @@ def step_cost(
 def _return_seconds(layout: Layouts, message: Array, forward: Array, backward: Array) -> Array:
     """Return the seconds in which ranks with virtual stages wait until a micro-batch has passed all ranks and comes back.
 
-    With p ranks, a rank computes p micro-batches until the first one comes back, if messages take no time. Messages delay its return by p
-    messages. In layered order the micro-batches beyond p hide this delay. In interleaved order there are exactly p at the beginning and at
-    the end. In a V-shaped placement micro-batches turn around at the last rank, so no rank waits. `forward` and `backward` are the
-    seconds of one micro-batch in all stages of a rank, `message` those of one message.
+    With p ranks, a rank computes p micro-batches until the first one comes back, if messages take no time. Messages delay its return by the
+    time of p messages. In layered order (all micro-batches run through a layer before the next layer) the micro-batches after the first p
+    hide this delay. In interleaved order there are exactly p micro-batches at the beginning and at the end. In a V-shaped placement
+    micro-batches turn around at the last rank, so no rank waits. `forward` and `backward` are the seconds of one micro-batch in all stages
+    of a rank, `message` those of one message.
     """
     further = np.where(layout.layered > 0, np.maximum(0.0, layout.micro_batches - layout.pipeline), 0.0)
     returns = np.where(layout.vee > 0, 0.0, layout.virtual - 1)

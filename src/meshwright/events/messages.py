@@ -17,7 +17,7 @@ from typing import Any, Literal
 CHANNEL = "MESHWRIGHT_CHANNEL_FD"
 """Environment variable with the file descriptor of the pipe to the launcher."""
 LINE_BYTES = select.PIPE_BUF
-"""Most bytes of a message. A pipe writes so many bytes completely or not at all, so the lines of ranks never mix."""
+"""Most bytes of a rank's message. A pipe that does not wait takes so many bytes completely or not at all."""
 SEND_SECONDS = 2.0
 """Seconds for which the message about a rank's failure waits for space in the pipe. The launcher may be stopped."""
 
@@ -180,19 +180,27 @@ _MESSAGE_TYPES: dict[str, type[Message]] = {
 
 
 def encode(message: Message) -> bytes:
-    """Return the line of a message, as `pipe_line` makes it."""
-    return pipe_line({"kind": type(message).__name__.lower(), **asdict(message)})
+    """Return the line of a message."""
+    return json.dumps(_fields(message)).encode() + b"\n"
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {"kind": type(message).__name__.lower(), **asdict(message)}
 
 
 def pipe_line(fields: Mapping[str, Any]) -> bytes:
-    """Return `fields` as a line with a JSON object. If it is longer than `LINE_BYTES`, its longest text is shortened."""
+    """Return `fields` as a line with a JSON object. If it is longer than `LINE_BYTES`, its longest texts are shortened.
+
+    A line whose other values are too long stays too long.
+    """
     fields = dict(fields)
     while len(line := json.dumps(fields).encode() + b"\n") > LINE_BYTES:
-        name = max(
-            (name for name, value in fields.items() if isinstance(value, str)), key=lambda name: len(fields[name])
-        )
+        lengths = {name: len(value) for name, value in fields.items() if isinstance(value, str)}
+        name = max(lengths, key=lengths.__getitem__, default="")
+        if lengths.get(name, 0) <= 1:
+            return line
         # Shorten the longest text in proportion to the excess, and by 8 characters more, so that few rounds are needed.
-        fields[name] = fields[name][: len(fields[name]) * LINE_BYTES // len(line) - 8] + "…"
+        fields[name] = fields[name][: max(0, lengths[name] * LINE_BYTES // len(line) - 8)] + "…"
     return line
 
 
@@ -238,7 +246,7 @@ class MessageChannel:
         if isinstance(message, FailureMessage):
             select.select([], [self._descriptor], [], SEND_SECONDS)
         try:
-            os.write(self._descriptor, encode(message))
+            os.write(self._descriptor, pipe_line(_fields(message)))
         except BlockingIOError:  # the pipe is full because the launcher is stopped; a rank must not wait for it
             return
         except BrokenPipeError:  # the launcher has ended

@@ -20,11 +20,16 @@ def fitted(text: str, stream: TextIO | None = None) -> str:
 
     If the stream is not a terminal, the text is returned unchanged.
     """
-    stream = stream or sys.stderr
+    columns = columns_of(stream or sys.stderr)
+    return wrapped(text, columns) if columns else text
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Return the width of the terminal `stream`. None if the stream is not a terminal or is closed."""
     try:
-        return wrapped(text, os.get_terminal_size(stream.fileno()).columns) if stream.isatty() else text
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
     except (OSError, ValueError):  # the stream is closed, or has no file descriptor
-        return text
+        return None
 
 
 def wrapped(text: str, columns: int) -> str:

@@ -170,15 +170,25 @@ def new_folder(run: Path, step: int | None) -> Path:
     """Create and return the folder of the next incident. Its number follows the newest one; the oldest folders are removed."""
     existing: list[Path] = []
     with suppress(OSError):  # an error is reported when the incident is written
-        existing = sorted(path for path in (run / FOLDER).glob("[0-9]*-*") if path.is_dir())
+        existing = [path for path in _folders(run) if path.is_dir()]
     for path in existing[: max(0, len(existing) + 1 - KEPT)]:
         shutil.rmtree(path, ignore_errors=True)
-    number = int(existing[-1].name.partition("-")[0]) + 1 if existing else 1
+    number = _number(existing[-1]) + 1 if existing else 1
     folder = run / FOLDER / f"{number:04d}-{step or 0}"
     with suppress(OSError):
         folder.parent.mkdir(exist_ok=True)  # without parents: if the run's folder was deleted, it must not reappear
         folder.mkdir()  # at once, so that an incident at the same time gets the next number
     return folder
+
+
+def _folders(run: Path) -> list[Path]:
+    """Return the folders of a run's incidents, the oldest first. Their numbers have four digits or more."""
+    return sorted((path for path in (run / FOLDER).glob("*-*") if path.name.partition("-")[0].isdecimal()), key=_number)
+
+
+def _number(folder: Path) -> int:
+    """Return the number of an incident's folder."""
+    return int(folder.name.partition("-")[0])
 
 
 def write_incident(
@@ -264,7 +274,7 @@ def read_incidents(run: Path) -> list[dict[str, Any]]:
     Each is its record, with its folder as `evidence` and the names of its `stacks`.
     """
     found = []
-    for path in sorted((run / FOLDER).glob(f"*/{FILE}")):
+    for path in (folder / FILE for folder in _folders(run)):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):

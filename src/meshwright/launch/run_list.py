@@ -25,7 +25,7 @@ from meshwright.launch.state_file import STATE_FILE
 from meshwright.observe.runfolder import read_plan
 from meshwright.policies.coordinator_lease import CoordinatorLease
 from meshwright.spec.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, BadInput
-from meshwright.spec.plan_name import plan_name
+from meshwright.spec.plan_name import layout_name
 from meshwright.spec.run import Lease
 
 State = Literal["running", "waiting", "finished", "stopped", "failed"]
@@ -98,7 +98,7 @@ def list_run(folder: Path, base: Path | None = None) -> ListedRun:
         loss=figures.loss,
         validation_loss=figures.validation_loss,
         tokens=figures.tokens,
-        plan=None if plan is None else plan_name(plan),
+        plan=None if plan is None else layout_name(plan),
         changed_seconds=max(0.0, time.time() - _changed(folder)),
         bytes=_bytes(folder),
     )

@@ -46,7 +46,7 @@ class Block(nn.Module):
     feed-forward network reads the residual stream itself.
 
     A `routed` block has an MoE layer as its feed-forward network and returns a RoutedOutput. `parallel` and `serve` replace functions of
-    `hooks`.
+    `hooks`. With `reference` the block uses the kernels' reference implementations, which have PyTorch operators only.
     """
 
     def __init__(self, spec: BlockSpec, reference: bool) -> None:

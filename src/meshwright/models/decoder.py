@@ -73,11 +73,14 @@ OfLogProbabilities = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class HeadLosses(NamedTuple):
-    """The losses of the head with prediction modules: `tokens` of the next tokens, `further` as in Losses, `routed` of modules' routers."""
+    """The losses of the head of a model with prediction modules."""
 
     tokens: LossSums
+    """Losses of the next tokens."""
     further: Tensor
+    """Losses of the further tokens that the prediction modules predict, over all modules."""
     routed: tuple[RoutedOutput, ...]
+    """The outputs of prediction modules whose blocks have experts, with the losses of their routers."""
 
 
 class Decoder(nn.Module):

@@ -13,7 +13,10 @@ from meshwright.spec.blocks.feed_forward import FeedForwardSpec
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU: down(silu(gate) · up), or GeGLU: down(gelu(gate) · up)."""
+    """SwiGLU: down(silu(gate) · up), or GeGLU: down(gelu(gate) · up).
+
+    With `reference` it uses the kernels' reference implementations, which have PyTorch operators only.
+    """
 
     tile: int = 0
     """Number of tokens that are computed at a time in training; 0: all together."""
@@ -60,5 +63,8 @@ class MLP(nn.Module):
 
 
 def feed_forward_of(spec: FeedForwardSpec, hidden: int, reference: bool) -> GatedMLP | MLP:
-    """Return the feed-forward network that `spec` describes, for a residual stream of width `hidden`."""
+    """Return the feed-forward network that `spec` describes, for a residual stream of width `hidden`.
+
+    `reference` is passed to `GatedMLP`. An `MLP` has no kernels of ours.
+    """
     return GatedMLP(spec, hidden, reference) if spec.gated else MLP(spec, hidden)

@@ -290,7 +290,10 @@ class MoELayer(nn.Module):
 
 
 class Experts(nn.Module):
-    """The feed-forward networks of all routed experts. Their weights are stacked along dimension 0."""
+    """The feed-forward networks of all routed experts. Their weights are stacked along dimension 0.
+
+    With `reference` they use the kernels' reference implementations, which have PyTorch operators only.
+    """
 
     gate_up: nn.Parameter
     up: nn.Parameter

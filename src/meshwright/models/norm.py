@@ -10,7 +10,11 @@ from meshwright.spec.blocks.norm import NormSpec
 
 
 class Norm(nn.Module):
-    """RMSNorm, or LayerNorm with a bias. With `plus_one` the stored weight is the factor of RMSNorm minus one."""
+    """RMSNorm, or LayerNorm with a bias.
+
+    With `plus_one` the stored weight is the factor of RMSNorm minus one. With `reference` the norm is computed step by step with PyTorch's
+    operators.
+    """
 
     kernel: bool = True
     """Whether our kernel may be used for rows without gradients; passed to `kernels.norm.rms_norm`."""

@@ -38,7 +38,10 @@ class FurtherTokens(NamedTuple):
 
 
 class PredictionModule(nn.Module):
-    """Norms of both inputs, a projection of the two inputs together, one block, and the norm before the head."""
+    """Norms of both inputs, a projection of the two inputs together, one block, and the norm before the head.
+
+    With `reference` the norms use the kernels' reference implementations; `block` is created by the caller.
+    """
 
     def __init__(self, spec: ModelSpec, reference: bool, block: Block) -> None:
         super().__init__()

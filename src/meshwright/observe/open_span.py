@@ -43,7 +43,8 @@ class OpenSpan:
         """Whether the span can include `action`, which follows it.
 
         Both must have the same op and stage. They must also have the same micro-batch (then the span covers several
-        units), or the same unit (then it covers several micro-batches, as in the layered order).
+        units), or the same unit. Then the span covers several micro-batches: in layered order, all of them run through a unit
+        before the next unit.
         """
         mine = self.action
         if mine is None or mine.op != action.op or mine.stage != action.stage:

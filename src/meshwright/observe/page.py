@@ -12,12 +12,11 @@ UNWRAPPED_CHARACTERS = 12
 """A cell's text of at most this many characters stays on one line."""
 STYLE = """
 table.rows td { text-align: left; color: var(--text); padding-right: 18px; }
-table.rows td:first-child { white-space: nowrap; }
 table.rows td { overflow-wrap: normal; }
 table.rows th { width: auto; border-top: 0; }
 @media screen and (max-width: 600px) {
   table.rows { font-size: 12.5px; }
-  table.rows th, table.rows td, table.rows td:first-child { white-space: normal; padding-right: 8px; }
+  table.rows th, table.rows td { white-space: normal; padding-right: 8px; }
 }
 section.card + section.card, .grid + section.card, .tiles + section.card { margin-bottom: 20px; }
 """
@@ -82,7 +81,7 @@ def rows(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     if not body:
         return ""
     head = f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr></thead>" if any(heads) else ""
-    return f'<table class="facts rows">{head}<tbody>{body}</tbody></table>'
+    return f'<div class="scroll"><table class="facts rows">{head}<tbody>{body}</tbody></table></div>'
 
 
 def items(sentences: Iterable[str]) -> str:

@@ -171,12 +171,14 @@ class SplitAttention:
             return self._over_ring(q, k, v, mask, sinks, reference)
         group = self.ulysses.group
         ranks = self.ulysses.part.count
-        widths = [q.shape[2] // ranks, *[-(-k.shape[2] // ranks)] * 2]
+        kv_heads_per_rank = -(-k.shape[2] // ranks)
+        widths = [q.shape[2] // ranks, kv_heads_per_rank, kv_heads_per_rank]
         # With fewer key/value heads than ranks, neighbouring ranks get the same head. One all-to-all sends q, k and v.
         k, v = (heads.repeat_interleave(max(1, ranks // k.shape[2]), dim=2) for heads in (k, v))
         joined = torch.cat([heads.unflatten(2, (ranks, -1)) for heads in (q, k, v)], dim=3).flatten(2, 3)
         q, k, v = scatter_heads(joined, group, ranks).split(widths, dim=2)
-        if sinks is not None:  # of the heads that this rank has now
+        if sinks is not None:
+            # After the all-to-all this rank computes a part of the heads, and needs their sinks only.
             sinks = sinks.chunk(ranks)[self.ulysses.part.index]
         return gather_heads(self._over_ring(q, k, v, mask, sinks, reference), group, ranks)
 

@@ -69,7 +69,10 @@ class _Ring(torch.autograd.Function):
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, reference: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of this rank's queries, and the log-sum-exp of each query's scores, `(batch, heads, seq / ranks)`."""
+    """Return the attention of this rank's queries, and the log-sum-exp of each query's scores, `(batch, heads, seq / ranks)`.
+
+    The arguments are those of `ring_attention`.
+    """
     ring = _RingGroup(group, rank, ranks)
     combined = None
     keys_values = torch.stack((k, v))

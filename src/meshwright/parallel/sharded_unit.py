@@ -50,7 +50,10 @@ class GradientAccumulator:
 
     @classmethod
     def of(cls, group: Group, *, single_backward: bool = False) -> GradientAccumulator:
-        """Return an accumulator for a group: an `UnsharedGradientAccumulator` on a single rank, else a `GradientAccumulator`."""
+        """Return an accumulator for a group: an `UnsharedGradientAccumulator` on a single rank, else a `GradientAccumulator`.
+
+        `single_backward` is passed to the former.
+        """
         if isinstance(group, UnsharedParameterGroup):
             return UnsharedGradientAccumulator(group, single_backward=single_backward)
         return cls(group)
@@ -263,7 +266,7 @@ class ShardedUnit:
 
         With several users the reduction starts when all of them have called `reduce` since the last reduction. Until then the call returns
         False and does nothing else. The `last` call of a step always starts the reduction, because users may reduce after different numbers
-        of micro-batches. `span` as in `gather`.
+        of micro-batches. `span` is entered on the communication stream just before the first collective and left just after the last.
         """
         self._ready_users.add(user)
         if len(self._ready_users) < self.uses and not last:

@@ -54,7 +54,10 @@ class _Span(torch.autograd.Function):
 
 @torch.library.custom_op("meshwright::span_forward", mutates_args=())
 def span_forward(q: Tensor, k: Tensor, v: Tensor, span: Tensor, group: str, reference: bool) -> tuple[Tensor, Tensor]:
-    """`span_attention` without a gradient; also returns the log-sum-exps of scores `(1, heads, capacity)`, which are 0 outside the part."""
+    """Return what `span_attention` returns, and the log-sum-exp of each query's scores `(1, heads, capacity)`, 0 outside the part.
+
+    The arguments are those of `span_attention`. This operator alone has no gradient.
+    """
     out, logsumexp = _empty_results(q)
     own = SpanPart.decode(span)
     if own is None:

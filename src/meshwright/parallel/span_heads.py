@@ -23,7 +23,10 @@ from meshwright.parallel.span_part import SpanPart
 def heads_forward(
     q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, reference: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of the part's tokens over the whole sample, and the log-sum-exp of their scores `(1, heads, n)`. Collective."""
+    """Return the attention of the part's tokens over the whole sample, and the log-sum-exp of their scores `(1, heads, n)`. Collective.
+
+    `reference` computes scores explicitly instead of calling an attention kernel; this is so in the backward too.
+    """
     q, k, v = tokens_to_heads((q, k, v), own, group)
     out, logsumexp = partial_attention(q, k, v, True, lengths_vary=True, reference=reference)
     (out,) = heads_to_tokens((out,), own, group)

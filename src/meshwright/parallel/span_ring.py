@@ -27,7 +27,10 @@ from meshwright.parallel.span_part import SpanPart
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, reference: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of the part's tokens over the whole sample, and the log-sum-exp of their scores `(1, heads, n)`. Collective."""
+    """Return the attention of the part's tokens over the whole sample, and the log-sum-exp of their scores `(1, heads, n)`. Collective.
+
+    `reference` computes scores explicitly instead of calling an attention kernel; this is so in the backward too.
+    """
     combined = None
     keys_values = torch.stack((k, v))
     for turn in _turns(own):

@@ -267,7 +267,8 @@ def _shard(
 ) -> ShardedUnit:
     """Shard the parameters of a unit over `shards`. Distributed experts are sharded over `expert_shards`, the ranks with the same experts.
 
-    `copy_group` sends copies of experts; None if the plan copies none. `sum_dtype` as in `ParameterGroup`.
+    `copy_group` sends copies of experts; None if the plan copies none. `sum_dtype` is the dtype in which gradient
+    shards are summed; None means the dtype of the master weight.
     """
     experts = [part for module in modules for part in module.modules() if isinstance(part, DistributedExperts)]
     groups: list[ParameterGroup | CopiedParameterGroup] = []

@@ -496,8 +496,8 @@ def use_cached_attention(
 ) -> CurrentStep:
     """Replace the attention of all layers of `model`, and of its first `predictions` prediction modules, by attention over the cache.
 
-    `context` is the largest number of tokens of a sequence. Before each forward pass, the caller sets `inputs` of the returned object to
-    the inputs of the step.
+    `context` is the largest number of tokens of a sequence; `invariant` as in `CurrentStep`. Before each forward pass, the
+    caller sets `inputs` of the returned object to the inputs of the step.
     """
     weight = model.embed.weight
     ropes = whole_tables(cache, context, weight.dtype)
@@ -523,6 +523,7 @@ def whole_tables(cache: KVCache, context: int, dtype: torch.dtype) -> list[Rotar
     """
     positions = torch.arange(context, device=cache.tensors[0].device)
     tables = [tables_of(group.mixer.rotary, positions, dtype, context) for group in cache.groups]
+    # A table is `(1, context, 1, ·)`, for the dimensions batch, position and head.
     return [None if rope is None else tuple(table[0, :, 0] for table in rope) for rope in tables]
 
 

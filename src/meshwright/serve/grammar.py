@@ -175,5 +175,8 @@ class GrammarMatcher:
 
 
 def unconstrained(samples: int, vocab: int, *, pin_memory: bool = False) -> Tensor:
-    """Return a bitmask `(samples, ceil(vocab / 32))`, int32 on the host, that allows all tokens."""
+    """Return a bitmask `(samples, ceil(vocab / 32))`, int32 on the host, that allows all tokens.
+
+    With `pin_memory` it is in page-locked memory, from which copies to a GPU are asynchronous.
+    """
     return torch.full((samples, -(-vocab // 32)), -1, dtype=torch.int32, pin_memory=pin_memory)

@@ -105,7 +105,8 @@ class QuantizedWeight(nn.Module):
 class QuantizedLinear(QuantizedWeight):
     """A linear layer with an 8-bit weight. Its inputs are rounded with one scale per token, or one scale per 128 values of a token.
 
-    If tensor ranks divide the inputs, each rank computes the scales from its own part of a token.
+    If tensor ranks divide the inputs, each rank computes the scales from its own part of a token. With `invariant` the result for a token
+    does not depend on the other tokens. With `reference` PyTorch's operators round the inputs, instead of our kernel.
     """
 
     scaling = None

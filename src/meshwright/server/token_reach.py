@@ -95,7 +95,10 @@ def _steps(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, An
 
 
 def _shrinks(step: Mapping[str, Any], in_bytes: bool) -> float:
-    """Return how much a normalizer can shrink a text: most characters (or bytes) that become one. Raises _Unlimited."""
+    """Return how much a normalizer can shrink a text: most characters, or with `in_bytes` most bytes, that become one.
+
+    Raises _Unlimited if no limit is known.
+    """
     name = step["type"]
     if name in (_BYTE_LEVEL, "Prepend"):
         return 1
@@ -109,7 +112,7 @@ def _shrinks(step: Mapping[str, Any], in_bytes: bool) -> float:
 
 
 def _longest_piece(model: Mapping[str, Any], in_bytes: bool) -> int:
-    """Return the length of the longest token in the vocabulary, in characters or bytes.
+    """Return the length of the longest token in the vocabulary, in characters, or with `in_bytes` in bytes.
 
     Raises _Unlimited unless every character (or byte) of a text is part of some token.
     """

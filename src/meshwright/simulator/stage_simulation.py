@@ -28,8 +28,11 @@ from meshwright.spec.plan import LayerStrategy
 Turn = Literal["first", "middle", "opening", "last"]
 """Place of an action in the step, which decides about gathers and reductions that happen once a step.
 
-first: the first forward of a stage. opening: in layered order, the first backward of a stage, if it is not the last as well. last: the
-stage's last action that computes weight gradients. middle: all other actions.
+- first: the first forward of a stage.
+- opening: in layered order (all micro-batches of a stage run through a unit before the next unit), the first backward of a stage, if
+  it is not the last as well.
+- last: the stage's last action that computes weight gradients.
+- middle: all other actions.
 """
 DurationKey = tuple[tuple[str, int, int | None, Turn], ...]
 """What the duration of an action depends on: its (op, stage, unit, turn), where unit None stands for the whole stage.

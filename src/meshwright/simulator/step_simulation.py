@@ -54,7 +54,10 @@ def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
 
 
 def stage_program(plan: Plan, layers: int) -> Program:
-    """Return the plan's schedule as a Program for `simulate_stages`. Its actions are units in layered order, else whole stages.
+    """Return the plan's schedule as a Program for `simulate_stages`.
+
+    In layered order all micro-batches of a stage run through a unit before the next unit, so the actions of the Program are units. In
+    other orders its actions are whole stages.
 
     Raises BadInput as `training_schedule` does.
     """

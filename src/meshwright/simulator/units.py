@@ -395,7 +395,8 @@ class UnitCosts:
         """Return the seconds of a reduction that runs during the backward of a unit like `unit`; alone it takes `seconds`.
 
         A reduction within a node takes no longer than alone. A reduction across nodes takes longer, by `Constants.net_yield` times the
-        seconds in which both run. The backward is that of one micro-batch, or in layered order that of all micro-batches.
+        seconds in which both run. The backward is that of one micro-batch. In layered order, where all micro-batches run through a unit
+        before the next unit, it is the backward of all micro-batches.
         """
         if number(ranks.domains) == 1:
             return seconds

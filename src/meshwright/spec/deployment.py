@@ -207,13 +207,13 @@ class Deployment:
 
 
 def deployment_name(deployment: Deployment) -> str:
-    """Return a short text about the instances: `4 × TP2, 2,048 tokens` or `5 prefill × TP1 + 3 decode × TP1`."""
+    """Return a short text about the instances: `4 × TP 2, 2,048 tokens` or `5 prefill × TP 1 + 3 decode × TP 1`."""
     parts = []
     for instance in deployment.instances:
         role = "" if instance.role == "both" else f" {instance.role}"
-        expert = f" EP{instance.expert}" if instance.expert > 1 else ""
+        expert = f" EP {instance.expert}" if instance.expert > 1 else ""
         budget = f", {instance.token_budget:,} tokens" if instance.role == "both" else ""
-        parts.append(f"{instance.count}{role} × TP{instance.tensor}{expert}{budget}")
+        parts.append(f"{instance.count}{role} × TP {instance.tensor}{expert}{budget}")
     return " + ".join(parts)
 
 

@@ -66,11 +66,14 @@ def serving_support(spec: ModelSpec) -> tuple[Support, ...]:
 
 
 def support_lines(spec: ModelSpec) -> Iterator[str]:
-    """Yield one line for training and one for the engine: what the model can have, then what it cannot have, and why."""
-    for verb, found in (("trains", training_support(spec)), ("served", serving_support(spec))):
-        able = ", ".join(each.feature for each in found if each.refusal is None)
-        unable = "; ".join(f"not {each.feature} ({each.refusal})" for each in found if each.refusal is not None)
-        yield f"{spec.family} {verb} with {able}" + (f"; {unable}" if unable else "")
+    """Yield the lines of training, then those of the engine: what the model can have, and one line for each feature that it
+    cannot have, with the reason.
+    """
+    for verb, found in (("trained", training_support(spec)), ("served", serving_support(spec))):
+        yield f"{spec.family} can be {verb} with {', '.join(each.feature for each in found if each.refusal is None)}"
+        for each in found:
+            if each.refusal is not None:
+                yield f"  not with {each.feature}: {each.refusal.removeprefix(f'{each.feature}: ')}"
 
 
 def support_as_plain(spec: ModelSpec) -> dict[str, dict[str, bool | str]]:

@@ -295,8 +295,8 @@ def _temporary_bytes(
     they have left their gradients; if their gathered weights were kept, a gradient can use the room of the weights. With several
     micro-batches, the sums of gradients exist already, so gradients need no new room.
 
-    In layered order, and with several stages on a rank, nothing counts as freed, because a forward between two backwards may fill the room
-    again.
+    In layered order (all micro-batches run through a layer before the next layer), and with several stages on a rank, nothing counts as
+    freed, because a forward between two backwards may fill the room again.
     """
     in_turn = part.stages == 1 and not plan.layered
     compute = float(number_formats.compute)

@@ -1,4 +1,6 @@
-"""Numbers of layers on pipeline ranks: on the rank with the head, and on the fullest of the other ranks; in memory, and in time."""
+"""Numbers of layers on pipeline ranks: on the rank with the head, and on the fullest of the other ranks, in memory and
+in time.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +15,40 @@ from meshwright.workload.arrays import Array
 StageTable = tuple[tuple[range, ...], ...]
 """Layers of each stage: the outer tuple has the pipeline ranks, the inner tuple the stages of a rank in order."""
 MOST_STAGES = 1 << 16
-"""More than the number of virtual stages on one pipeline rank can be."""
+"""Larger than the number of virtual stages on one pipeline rank can be."""
 
 
 class RankLayers(NamedTuple):
-    """Layers of a pipeline's ranks, as numbers or as arrays of pipelines."""
+    """Numbers of layers on the ranks of a pipeline.
+
+    Each field is a number, or an array with one element per pipeline.
+    """
 
     fullest: Array
-    """Layers of the fullest rank without the head."""
+    """Layers of the fullest rank without the head. They decide its memory."""
     with_head: Array
-    """Layers of the rank with the head; the same number as `fullest` with one rank."""
+    """Layers of the rank with the head; with one rank, the same number as `fullest`."""
     slowest: Array
-    """As `fullest`, but in time: ranks with several stages run them in rounds, one stage of each rank, and wait for the longest."""
+    """Layers that decide the time of the ranks without the head.
+
+    Ranks with several stages compute them in rounds, one stage of each rank, and a round takes as long as its longest
+    stage. This is the sum of the longest stages of all rounds; in the last round, the stage of the rank with the head
+    does not count.
+    """
     slowest_with_head: Array
-    """As `slowest`, if in the last round the rank with the head is the longest."""
+    """The same sum, but in the last round only the stage of the rank with the head counts."""
 
 
 def table_layers(table: StageTable) -> RankLayers:
-    """Return the layers of a pipeline's ranks. In a V-shaped placement ranks do not run in rounds.
+    """Return the layers of a pipeline's ranks. In a V-shaped placement, ranks do not compute in rounds.
 
     Layers 9 to 15 and the head are on the second rank:
 
     >>> table_layers(((range(0, 9),), (range(9, 16),)))
     RankLayers(fullest=9, with_head=7, slowest=9, slowest_with_head=7)
 
-    With two stages, the second rank runs 2 layers while the first runs 3, and then waits again:
+    Each rank has two stages. In the first round, the second rank computes 2 layers and then waits while the first rank
+    computes its third. The last round takes 3 layers on the first rank, and 1 layer on the second:
 
     >>> table_layers(((range(0, 3), range(5, 8)), (range(3, 5), range(8, 9))))
     RankLayers(fullest=6, with_head=3, slowest=6, slowest_with_head=4)

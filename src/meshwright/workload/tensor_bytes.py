@@ -133,7 +133,11 @@ class RankTensors:
     last: Array
     """Parameters of the unit gathered last; its buffer is freed at the next gather."""
     sums: Array
-    """Bytes of accumulated gradients at the peak of activations; 0 with one micro-batch and in layered order."""
+    """Bytes of accumulated gradients at the peak of activations.
+
+    It is 0 with one micro-batch, and in layered order, where all micro-batches run through a layer before the next layer: then the peak
+    comes before the first gradient.
+    """
     sums_shards: Array = 0.0
     """1 when gradient shards are summed over micro-batches (`Plan.sums_shards`)."""
     reduces: Array
@@ -150,11 +154,12 @@ class RankTensors:
     """Bytes of temporary tensors of the block in backward: recomputed activations, gradients of activations, gathered inputs."""
     tokens: Array
     """Tokens of a micro-batch whose activations the rank stores."""
-    width: Array
-    """Tensor ranks."""
+    tensor_ranks: Array
+    """Ranks of the tensor axis."""
     hidden: Array
+    """Elements of the residual stream for each token."""
     outputs: Array
-    """Numbers that the head computes of a token."""
+    """Outputs of the head for each token: the size of the vocabulary, or 1 for a score."""
     gradients_final: Array
     """1 when gradients are final as the backward makes them (`spec.layout.gradients_final_in_backward`)."""
     pending: Array
@@ -230,7 +235,7 @@ def rank_tensors(
         reduces=(summed > 0) | (micro_batches == 1) | (step.layered > 0) | (single > step.forwards_first),
         working=temporary + token_bytes * (received + moving) + formats.scores * scores,
         tokens=tokens,
-        width=step.tensor,
+        tensor_ranks=step.tensor,
         hidden=model.hidden,
         outputs=model.outputs,
         gradients_final=step.gradients_final_in_backward(model.embedding_at_both_ends),
@@ -347,8 +352,10 @@ def _buffers(rank: RankTensors, formats: TensorFormats, last: Array) -> Array:
 def _head_moment(rank: RankTensors, formats: TensorFormats, stream: Array, gathered: Array) -> dict[str, Array]:
     """Return the bytes while the head computes: the logits of a chunk, and the fp32 gradient of the head's weight."""
     # Each tensor rank computes logits for the tokens of all tensor ranks, but only for its part of the vocabulary.
-    logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.outputs / rank.width * formats.logit
-    table_parameters = rank.outputs * rank.hidden / rank.width
+    tokens_at_once = np.minimum(rank.tokens * rank.tensor_ranks, formats.chunk)
+    outputs_per_rank = rank.outputs / rank.tensor_ranks
+    logit_bytes = tokens_at_once * outputs_per_rank * formats.logit
+    table_parameters = outputs_per_rank * rank.hidden
     # A chunk's matmul is added to the weight gradient inside the matmul. Each use of the head keeps its weight gradient
     # until the backward of the loss, which scales one into the compute dtype when the logits are freed. Measured on an
     # H200 for 3B and 8B.
@@ -412,7 +419,7 @@ def _backward_end_moment(rank: RankTensors, formats: TensorFormats) -> dict[str,
 
 def _update_moment(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
     """Bytes in the update: gradients, those that are cast to the stored dtype, and whole matrices of a rank."""
-    ranks = np.maximum(1.0, rank.shards * rank.width)
+    ranks = np.maximum(1.0, rank.shards * rank.tensor_ranks)
     whole = np.maximum(
         formats.largest_matrix, formats.matrix_elements / np.minimum(ranks, np.maximum(1.0, formats.matrices))
     )

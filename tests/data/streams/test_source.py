@@ -24,6 +24,7 @@ from meshwright.data.prepared_source import CorpusSource
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.data.streams import group_documents as reading
 from meshwright.data.streams import index as indexing
+from meshwright.data.streams import process
 from meshwright.data.streams.group_documents import group_documents
 from meshwright.data.streams.stores import LocalFiles
 from meshwright.data.tokenizer_file import open_tokenizer
@@ -249,6 +250,40 @@ def test_a_damaged_file_of_the_cache_is_made_again(tokenizer_file: Path, tmp_pat
         content[7] ^= 4
         file.write_bytes(content)
     assert np.array_equal(open_data(spec, seq_len=SEQ_LEN, seed=1).samples(range(24)).tokens, right)
+
+
+def test_a_group_that_another_process_deletes_at_once_is_no_failure(
+    tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that makes room in the cache does not wait for the process that has just written a file."""
+    file = LocalFiles().list(str(write_parquet(tmp_path / "web")))[0]
+    written = []
+    sizes = []
+    write = process.write_group
+
+    def write_and_lose(path: Path, *arguments: Any) -> Any:
+        result = write(path, *arguments)
+        written.append(path.stat().st_size)
+        path.unlink()
+        return result
+
+    monkeypatch.setattr(process, "write_group", write_and_lose)
+    monkeypatch.setattr(process.Cache, "make_room", lambda cache, size: sizes.append(size))
+    worker = process.Worker(process.Settings(str(tokenizer_file), None, str(tmp_path / "cache"), 1 << 20, 1.0))
+    assert worker.group(file, 0, "content").documents > 0
+    assert sizes == written != []
+
+
+def test_an_error_of_the_disk_in_a_loader_process_has_the_exit_code_of_its_cause(
+    tokenizer_file: Path, tmp_path: Path
+) -> None:
+    """The folder of the cache cannot be created below a file."""
+    (tmp_path / "file").write_text("")
+    spec = spec_of(
+        {"web": (str(write_parquet(tmp_path / "web")), "content")}, tokenizer_file, tmp_path / "file" / "cache"
+    )
+    with pytest.raises(BadInput, match="the path contains a file where a folder is needed"):
+        open_data(spec, seq_len=SEQ_LEN, seed=1).samples([0])
 
 
 def documents_of(source: CorpusSource) -> list[list[int]]:

@@ -76,11 +76,11 @@ class ObjectFile(io.RawIOBase):
         """
         in_order = bool(self._block) and start == self._start + len(self._block)
         size = self._file.size
-        if size - start <= TAIL_BYTES:
-            start = max(size - TAIL_BYTES, 0)
         if self._next is not None and self._next[0] == start:
             self._block = self._next[1].result()
         else:
+            if size - start <= TAIL_BYTES:
+                start = max(size - TAIL_BYTES, 0)
             self._block = self._store.read(self._file, start, min(start + BLOCK_BYTES, size))
         self._start = start
         self._next = None

@@ -139,8 +139,12 @@ def group_name(file: StoredFile, number: int, text: str, texts: str) -> str:
     return digest(json.dumps(named).encode("utf-8", "surrogateescape"))
 
 
-def write_group(path: Path, documents: Iterable[EncodedDocument], dtype: str, bad: list[str]) -> GroupRecord:
-    """Write the file of a group and return its record.
+def write_group(
+    path: Path, documents: Iterable[EncodedDocument], dtype: str, bad: list[str]
+) -> tuple[GroupRecord, int]:
+    """Write the file of a group. Return its record, and its size in bytes.
+
+    Another process that makes room in the cache may delete the file at any time.
 
     `documents` yields the group's usable documents with their tokens.
 
@@ -170,12 +174,13 @@ def write_group(path: Path, documents: Iterable[EncodedDocument], dtype: str, ba
             )
             description = json.dumps(asdict(record)).encode()
             file.write(description + len(description).to_bytes(8, "little") + MARK)
+            size = file.tell()
         rename(partial, path)
     except OSError as error:
         raise OutOfResources(f"{path.parent}: cannot be written: {error.strerror or error}; see data.cache") from error
     finally:
         partial.unlink(missing_ok=True)
-    return record
+    return record, size
 
 
 def read_record(path: Path) -> GroupRecord | None:

@@ -35,7 +35,8 @@ from meshwright.data.streams.stores import Store, StoredFile, open_store
 from meshwright.data.tokenizer import LoadedTokenizer, load_tokenizer
 from meshwright.durable.lock import locked
 from meshwright.durable.writes import write_durable
-from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
+from meshwright.spec.errors import BadInput, MeshwrightError
+from meshwright.spec.failures import COMMAND_MEMORY_HINT, as_meshwright_error
 
 PARENT_SECONDS = 2.0
 """Seconds between two checks whether the parent process still runs."""
@@ -120,13 +121,13 @@ class Worker:
             if (record := self._verified.read(path)) is not None:
                 return record
             try:
-                record = self._write(path, file, number, text, self._fast)
+                record, size = self._write(path, file, number, text, self._fast)
             except EncodersDiffer as difference:
                 log.warning(
                     "%s; tokenizers encodes group %d of %s, several times slower", difference, number, file.name
                 )
-                record = self._write(path, file, number, text, None)
-        self._cache.make_room(path.stat().st_size)
+                record, size = self._write(path, file, number, text, None)
+        self._cache.make_room(size)
         return record
 
     def write_texts(self, path: Path, groups: Sequence[tuple[StoredFile, int]], text: str) -> None:
@@ -139,7 +140,10 @@ class Worker:
         )
         write_durable(path, (json.dumps({"id": document.key, "text": document.text}) + "\n" for document in documents))
 
-    def _write(self, path: Path, file: StoredFile, number: int, text: str, fast: FastEncoder | None) -> GroupRecord:
+    def _write(
+        self, path: Path, file: StoredFile, number: int, text: str, fast: FastEncoder | None
+    ) -> tuple[GroupRecord, int]:
+        """Write the file of a group. Return its record, and its size in bytes."""
         bad: list[str] = []
         dtype = token_dtype(self._tokenizer.record.vocab_size)
         documents = _usable(group_documents(self._store(file.name), file, number, text), bad)
@@ -200,14 +204,10 @@ def main() -> None:
             answer = worker.answer(json.loads(line))
         except MeshwrightError as error:
             answer = {"error": str(error), "code": error.exit_code}
-        except MemoryError:
-            answer = {"error": "a loader process has no memory", "code": OutOfResources.exit_code}
         except Exception as error:
             log.exception("a loader process failed")
-            answer = {
-                "error": f"a loader process failed: {type(error).__name__}: {error}",
-                "code": MeshwrightError.exit_code,
-            }
+            failure = as_meshwright_error(error, "a loader process failed", memory_hint=COMMAND_MEMORY_HINT)
+            answer = {"error": str(failure), "code": failure.exit_code}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
