@@ -8,8 +8,9 @@ A pin is an option that the user's run fixes, as `plan.tensor=2` does. A move ch
    virtual stages, and about as many replicas (`sweep._families`).
 2. `layout_search` makes plans of these layouts, checks their memory exactly, and simulates a step of each by whole stages. If the fastest
    plan takes time to save memory (by offload or recompute), steps 1 and 2 run once more for each option that may save memory in less time,
-   with this option pinned: gradient sums in host memory, for example (`Move.beside`). If no plan fits, the plans that need the least memory
-   are tried with every move. `finalists` simulates the fastest plans again, unit by unit (a unit is a block, the embedding or the head).
+   with this option pinned: gradient sums in host memory, for example (`Move.beside`). If no plan fits, slower layouts are searched as well,
+   and then the plans that need the least memory are tried with every move. `finalists` simulates the fastest plans again, unit by unit (a
+   unit is a block, the embedding or the head).
 3. `moves` makes new plans of the fastest plans of unlike kinds, by one move each, such as offload, reshard or transports. Of each move it
    keeps at most two plans, which fit and are estimated to be at most 5% slower than the chosen one, and simulates them by units.
 4. For each option of the layout that has no pin, such as the number of tensor ranks, up to three other values are tried: further layouts of
