@@ -93,19 +93,7 @@ class Side:
 def main() -> int:
     options = arguments()
     began = time.monotonic()
-    corpus = options.runs / "corpus"
-    if not (corpus / "train" / "manifest.json").is_file():
-        prepare_corpus(options)
-    sequences = options.steps * options.batch
-    text = open_source(corpus / "train", options.seq_len)
-    if sequences > text.order.windows[0]:
-        sys.exit(
-            f"{sequences:,} sequences are to be read once, and the text has {text.order.windows[0]:,}; give more --text"
-        )
-    write_tokens(options.runs / "order.npy", text, sequences)
-    held_out = open_source(corpus / "held_out", options.seq_len)
-    held_out_sequences = min(options.held_out_tokens // options.seq_len, held_out.order.windows[0])
-    write_tokens(options.runs / "held-out.npy", held_out, held_out_sequences)
+    tokens = prepare_tokens(options)
     parameters = write_initial_weights(options)
     sides = [of(precision, options) for of in (peer_side, our_side) for precision in ("bf16", "fp8")]
     prepared = time.monotonic()
@@ -114,49 +102,49 @@ def main() -> int:
     results = {side.name: result_of(side, codes[side.name]) for side in sides}
     trained = time.monotonic()
     judged = judge([side for side in sides if "error" not in results[side.name]], options)
-    for name, loss in judged["losses"].items():
-        if name in results:
-            results[name]["held_out_loss"] = loss
-    compared = {
-        f"{name} / {reference}": difference(results[name], results[reference])
-        for name, reference in PAIRS
-        if "error" not in results[name] and "error" not in results[reference]
+    losses = judged["losses"]
+    results = {
+        name: result | ({"held_out_loss": losses[name]} if name in losses else {}) for name, result in results.items()
     }
     seconds = {"prepare": prepared - began, "train": trained - prepared, "judge": time.monotonic() - trained}
+    keys = ("model", "vocab", "steps", "batch", "seq_len", "learning_rate", "warmup_steps")
     body = {
         "benchmark": "convergence",
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(sys.argv),
-        "configuration": OPTIMIZER
-        | {
-            key: getattr(options, key)
-            for key in ("model", "vocab", "steps", "batch", "seq_len", "learning_rate", "warmup_steps")
-        }
-        | {"parameters": parameters},
-        "tokens": {
-            "corpus": {split: manifest_tokens(corpus / split) for split in ("train", "held_out")},
-            "train": sequences * options.seq_len,
-            "held_out": held_out_sequences * options.seq_len,
-        },
+        "configuration": OPTIMIZER | {key: getattr(options, key) for key in keys} | {"parameters": parameters},
+        "tokens": tokens,
         "seconds": {name: round(value) for name, value in seconds.items()},
         "environment": environment() | {"transformers": judged["transformers"]},
-        "initial_held_out_loss": judged["losses"]["initial"],
+        "initial_held_out_loss": losses["initial"],
         "sides": results,
-        "differences": compared,
+        "differences": {
+            f"{name} / {reference}": difference(results[name], results[reference])
+            for name, reference in PAIRS
+            if "error" not in results[name] and "error" not in results[reference]
+        },
     }
     options.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    for name, result in results.items():
-        if "error" not in result:
-            first, last, held_out = result["loss_first"], list(result["losses"].values())[-1], result["held_out_loss"]
-            stopped = "" if result["steps"] == options.steps else f" of {options.steps}, stopped by --seconds"
-            print(
-                f"{name:20s} {result['steps']} steps{stopped}, loss {first:.4f} to {last:.4f}, held out {held_out:.4f}"
-            )
-    for name, values in compared.items():
-        print(f"{name}: " + ", ".join(f"{key} {value:+.3%}" for key, value in values.items()))
+    show(body)
     problems = too_different(results)
     print(f"{options.out}: {sum(seconds.values()):.0f} s", *problems, sep="\n")
     return min(len(problems), 1)
+
+
+def show(body: dict[str, Any]) -> None:
+    """Print a line for each side and for each comparison."""
+    wanted = body["configuration"]["steps"]
+    for name, result in body["sides"].items():
+        if "error" not in result:
+            steps = f"{result['steps']} steps" + (
+                "" if result["steps"] == wanted else f" of {wanted}, then interrupted"
+            )
+            losses = (
+                f"loss {result['loss_first']:.4f} to {result['loss_last']:.4f}, held out {result['held_out_loss']:.4f}"
+            )
+            print(f"{name:20s} {steps}, {losses}")
+    for name, values in body["differences"].items():
+        print(f"{name}: " + ", ".join(f"{key} {value:+.3%}" for key, value in values.items()))
 
 
 def arguments() -> argparse.Namespace:
@@ -172,7 +160,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--held-out-tokens", type=int, default=HELD_OUT_TOKENS)
     parser.add_argument("--cpu", action="store_true", help="a tiny model on the processor, in fp32")
     parser.add_argument("--seconds", type=float, default=540.0, help="end of everything; sides stop where they are")
-    parser.add_argument("--runs", type=Path, default=Path("/dev/shm/meshwright-convergence"))
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=Path("/dev/shm/meshwright-convergence"),
+        help="folder of everything; text prepared in it before is used again",
+    )
     parser.add_argument("--out", type=Path, default=Path("convergence.json"))
     options = parser.parse_args()
     sizes = (0.1, 512, 12, 4, 64) if options.cpu else (25.0, 50304, 2000, 16, 1024)
@@ -186,6 +179,28 @@ def arguments() -> argparse.Namespace:
     options.device = "cpu" if options.cpu else "cuda"
     options.runs.mkdir(parents=True, exist_ok=True)
     return options
+
+
+def prepare_tokens(options: argparse.Namespace) -> dict[str, Any]:
+    """Prepare the text, unless it is there, and write the tokens of training and of the held-out loss; returns their numbers."""
+    corpus = options.runs / "corpus"
+    if not (corpus / "train" / "manifest.json").is_file():
+        prepare_corpus(options)
+    train = open_source(corpus / "train", options.seq_len)
+    sequences = options.steps * options.batch
+    if sequences > train.order.windows[0]:
+        sys.exit(
+            f"{sequences:,} sequences are read, once each, and the text has {train.order.windows[0]:,}; add --text"
+        )
+    held_out = open_source(corpus / "held_out", options.seq_len)
+    held_out_sequences = min(options.held_out_tokens // options.seq_len, held_out.order.windows[0])
+    write_tokens(options.runs / "order.npy", train, sequences)
+    write_tokens(options.runs / "held-out.npy", held_out, held_out_sequences)
+    return {
+        "corpus": {split: manifest_tokens(corpus / split) for split in ("train", "held_out")},
+        "train": sequences * options.seq_len,
+        "held_out": held_out_sequences * options.seq_len,
+    }
 
 
 def open_source(folder: Path, seq_len: int) -> DataSource:
@@ -247,6 +262,7 @@ def our_side(precision: str, options: argparse.Namespace) -> Side:
         "data.max_epochs=1",
         f"data.validation={options.runs}/corpus/held_out",
         f"data.validation_tokens={options.batch * options.seq_len}",
+        "train.validate_every=0",
         "seed=0",
         f"train.steps={options.steps}",
         f"train.global_batch={options.batch}",
@@ -340,6 +356,7 @@ def judge(sides: Sequence[Side], options: argparse.Namespace) -> dict[str, Any]:
         folders[side.name] = side.folder
         if side.is_ours:
             folders[side.name] = side.folder.with_name(f"{side.folder.name}-exported")
+            shutil.rmtree(folders[side.name], ignore_errors=True)
             export = [*MESHWRIGHT, "checkpoint", "to-hf", str(side.folder), str(folders[side.name]), "--dtype", "fp32"]
             subprocess.run(export, check=True, stdout=subprocess.DEVNULL)
     words = ["--tokens", str(options.runs / "held-out.npy"), "--device", options.device]

@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-WIDTH, LEFT, RIGHT = 900, 62, 250
+WIDTH, LEFT, RIGHT = 900, 62, 260
 """Pixels of the picture, left of its panels, and right of them, where the legend is."""
 TOP, UPPER_HEIGHT, GAP, LOWER_HEIGHT, BOTTOM = 44, 270, 44, 150, 40
 """Pixels above the panels, of the upper panel, between them, of the lower panel and below it."""
@@ -135,7 +135,7 @@ def ticks(low: float, high: float) -> Sequence[float]:
 
 def legend(sides: Mapping[str, Any]) -> str:
     x = WIDTH - RIGHT + 14
-    parts = [f'<text x="{x}" y="{TOP + 8}">held-out loss, all judged alike</text>']
+    parts = [f'<text x="{x}" y="{TOP + 8}">held-out loss, by transformers in bf16</text>']
     for number, (name, (colour, dashes)) in enumerate(styles_of(sides), 1):
         y = TOP + 8 + 20 * number
         parts.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import re
 import sys
 from collections import Counter
@@ -44,8 +45,8 @@ from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
-RUNS = tuple(sorted((Path(__file__).parent / "data").glob("published-runs*.csv")))
-"""Tables of runs with the columns of published-runs.csv. Runs of this program are fitted by fit_own.py."""
+RUNS = tuple(sorted((Path(__file__).parent / "data").glob("published-runs*.csv.gz")))
+"""Tables of runs with the columns of published-runs.csv.gz. Runs of this program are fitted by fit_own.py."""
 # "Share" means the share of the figure in the datasheet. costs/constants.py explains each constant in full.
 PRIORS: dict[str, tuple[float, float]] = {
     # Of the GPU generation.
@@ -190,7 +191,7 @@ class RunArrays:
 def read_runs(paths: Sequence[Path] = RUNS) -> list[dict[str, str]]:
     records: list[dict[str, str]] = []
     for path in paths:
-        with path.open(encoding="utf-8", newline="") as file:
+        with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
             records += csv.DictReader(file)
     return records
 

@@ -48,7 +48,7 @@ def measure(shape_text: str, options: argparse.Namespace) -> dict[str, float]:
         "fp32": lambda: matmul(output_gradient.t(), inputs, sum_dtype),
         "added": lambda: add_matmul(gradient_sum, output_gradient.t(), inputs),
         "pass": lambda: add(gradient_sum, weight_gradient),
-        "pass_torch": lambda: add(gradient_sum, weight_gradient, plain=True),
+        "pass_torch": lambda: add(gradient_sum, weight_gradient, reference=True),
     }
     return {name: 1e3 * median_seconds(call, options.calls, device) for name, call in calls.items()}
 

@@ -81,7 +81,7 @@ class Step:
         )
         starts = torch.arange(sequences + 1, device="cuda", dtype=torch.int32) * compared
         step = (self.cache[:, 0], self.tables, self.lengths, starts)
-        expected = latent_attention(q, rotary, *step, scale=SCALE, plain=True)
+        expected = latent_attention(q, rotary, *step, scale=SCALE, reference=True)
         return float((ours - expected).abs().max() / expected.abs().max())
 
 

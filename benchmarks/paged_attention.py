@@ -76,7 +76,9 @@ class Step:
         starts = torch.arange(len(last) + 1, device="cuda", dtype=torch.int32) * compared
         wide = last.flatten(0, 1).float()
         cache = self.cache[:, 0] if self.scales is not None else self.cache[:, 0].float()
-        expected = paged.paged_attention(wide, cache, self.tables, self.lengths, starts, scales=self.scales, plain=True)
+        expected = paged.paged_attention(
+            wide, cache, self.tables, self.lengths, starts, scales=self.scales, reference=True
+        )
         ours = out.view(len(last), queries, *out.shape[1:])[:, -compared:].flatten(0, 1).float()
         return float((ours - expected).abs().max() / expected.abs().max())
 
@@ -177,12 +179,12 @@ def write_figures(copy: float) -> Iterator[dict[str, Any]]:
             "ms": took * 1e3,
             "bytes_per_s": size / took,
             "share_of_copy": size / took / copy,
-            "error": float((write(0) - write(0, plain=True)).abs().max()),
+            "error": float((write(0) - write(0, reference=True)).abs().max()),
         }
 
 
-def _write(inputs: tuple[Any, ...], step: Step, slots: Tensor, layer: int, *, plain: bool = False) -> Tensor:
-    return paged.rotate_and_write(*inputs, step.cache[:, layer], slots, plain=plain)
+def _write(inputs: tuple[Any, ...], step: Step, slots: Tensor, layer: int, *, reference: bool = False) -> Tensor:
+    return paged.rotate_and_write(*inputs, step.cache[:, layer], slots, reference=reference)
 
 
 def sweep_figures(copy: float, budget: float, dtypes: Sequence[torch.dtype]) -> Iterator[dict[str, Any]]:

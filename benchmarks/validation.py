@@ -36,7 +36,7 @@ corpus, tokens, seq_len, packing = sys.argv[1], int(sys.argv[2]), int(sys.argv[3
 torch.set_num_threads(1)
 sizes = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 32}
 spec = ModelSpec(family="llama", vocab_size=128, max_seq_len=seq_len, **sizes)
-model = Decoder(spec, plain=True)
+model = Decoder(spec, reference=True)
 initialise(model, spec, seed=0)
 data = open_data(DataSpec(validation=corpus, packing=packing), seq_len=seq_len, seed=0, vocab_size=128, split="validation")
 began = time.process_time()

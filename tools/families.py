@@ -26,7 +26,7 @@ from tests.interop.check import NEWER, VERSION
 from tests.serve import test_transformers
 from tools.features import parametrized
 
-from meshwright.families.registry import FAMILIES
+from meshwright.families.registry import FAMILIES, RELEASES
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import AxisName, Plan
 from meshwright.spec.support import EXPERT, serving_support, training_support
@@ -173,8 +173,8 @@ def table() -> tuple[list[str], list[str]]:
             if sentence not in sentences:
                 sentences.append(sentence)
             cells.append(f"{word} [{sentences.index(sentence) + 1}]")
-        rows.append([f"`{family}`", *cells])
-    rows = [["family", *COLUMNS.values()], ["---"] * (1 + len(COLUMNS)), *rows]
+        rows.append([f"`{family}`", ", ".join(RELEASES[family][:2]), *cells])
+    rows = [["family", "for example", *COLUMNS.values()], ["---"] * (2 + len(COLUMNS)), *rows]
     return [f"| {' | '.join(row)} |" for row in rows], sentences
 
 
@@ -189,6 +189,7 @@ the number of the sentence with which `check`, `train` or `serve` refuses the ot
 
 {notes}
 
+for example: released models by their names; [models](models.md#families) has more of them.
 read, written: Hugging Face folders, with logits and every gradient equal to those of transformers {version}. Folders
 written are also read by transformers {older}, which does not know {newer}.
 pipeline to expert (axes) and hybrid: ranks that train it, equal to one device in float64.

@@ -37,7 +37,7 @@ cluster: auto
 **Order.** Later values replace earlier ones: defaults, the file that `extends` names, the run file, the command line
 (`train.steps=200`, `plan.layers.0.recompute=full`, `data.mix=DIR`; `--train.steps=200` is the same). Values on the
 command line are read as YAML. Sections merge key by key. Lists, `data.mix` and values of another type are replaced as
-a whole. Another preset starts `model` anew.
+a whole. Another preset starts `model` anew; adapters stay.
 
 **Extends.** `extends: NAME` starts from a model preset with its usual sequence length and learning rate (table
 below). `extends: FILE` starts from another run file, which may extend a further one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from meshwright.calibration.record_predictions import predict_records, price
 from meshwright.costs.constants import table
 from tests.slow import examples
 
-RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
+RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv.gz"
 PACKAGE = Path(__file__).parents[2] / "src" / "meshwright"
 OPTIONAL = (
     "cp", "ep", "vpp", "zero/fsdp", "recompute", "interconnect", "params", "ffn", "note", "software", "experts", "top_k", "expert_ffn",
@@ -48,7 +49,7 @@ RECORD = {
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, str]]:
-    with RUNS.open(encoding="utf-8", newline="") as file:
+    with gzip.open(RUNS, "rt", encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from meshwright.calibration.record_predictions import price
 from meshwright.calibration.source_conventions import CONVENTIONS, applicable_conventions, with_conventions
 from meshwright.workload.layouts import Layouts
 
-RUNS = tuple((Path(__file__).parents[2] / "benchmarks" / "data").glob("published-runs*.csv"))
+RUNS = tuple((Path(__file__).parents[2] / "benchmarks" / "data").glob("published-runs*.csv.gz"))
 RECORD = {
     "source": "a paper",
     "model": "Qwen3-30B-A3B",
@@ -34,7 +35,7 @@ RECORD = {
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, str]]:
-    return [record for path in RUNS for record in csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
+    return [record for path in RUNS for record in csv.DictReader(gzip.open(path, "rt", encoding="utf-8"))]
 
 
 def test_every_convention_holds_for_rows_and_names_what_exists(runs: list[dict[str, str]]) -> None:

@@ -40,7 +40,7 @@ def exported(folder: Path, spec: ModelSpec) -> tuple[Path, Path, Decoder]:
 @torch.no_grad()
 def logits(folder: Path, adapter: Path | None, tokens: torch.Tensor) -> torch.Tensor:
     with open_model(folder, adapter=adapter) as stored:
-        model = Decoder(stored.spec, plain=True)
+        model = Decoder(stored.spec, reference=True)
         stored.copy_to(model)
     return model(tokens)
 
@@ -195,7 +195,7 @@ def test_what_is_refused_and_said(tmp_path: Path) -> None:
 
 def test_another_base_is_refused(tmp_path: Path) -> None:
     _, adapters, _ = exported(tmp_path / "one", adapter_of(LLAMA, rank=3))
-    other = Decoder(replace(LLAMA), plain=True)
+    other = Decoder(replace(LLAMA), reference=True)
     export_hf(tmp_path / "other", LLAMA, other.get_parameter, tokenizer=None, run_note="", dtype="fp32")
     with (
         pytest.raises(BadInput, match="was trained beside the weights with digest .*give the base"),

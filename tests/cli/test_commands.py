@@ -559,7 +559,8 @@ def test_a_checkpoint_records_the_content_and_tokenizer_of_its_corpus(tiny: Path
 
 def test_check_says_what_the_model_can_have(tiny: Path, tmp_path: Path) -> None:
     answer = meshwright("check", tiny, "--runs", tmp_path)
-    assert answer.out == "ok\n" and "\nllama trains with pipeline, replicate, " in f"\n{answer.err}"
-    assert "\nllama served with tensor ranks, " in answer.err
+    assert answer.out == "ok\n" and "\nllama can be trained with pipeline, replicate, " in f"\n{answer.err}"
+    assert "\nllama can be served with tensor ranks, " in answer.err
+    assert "\n  not with expert: no key, as the model is dense" in answer.err
     plain = json.loads(meshwright("check", tiny, "model.sinks=true", "--runs", tmp_path, "--json").out)["support"]
     assert plain["train"]["tensor"] is True and plain["train"]["hybrid"].startswith("model.sinks = false")

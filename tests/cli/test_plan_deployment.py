@@ -77,10 +77,10 @@ def test_loose_limits_colocate_and_the_text_says_why(
     answer = meshwright("plan", question, "serve.limits={ttft_seconds: 5, tpot_seconds: 0.5}")
     assert answer.code == 0, answer.err
     assert max(map(len, answer.out.splitlines())) <= columns
-    assert "× TP1" in answer.out.splitlines()[1] and "prefill" not in answer.out.splitlines()[1]
+    assert "× TP 1" in answer.out.splitlines()[1] and "prefill" not in answer.out.splitlines()[1]
     assert "simulating the best" in answer.err
     text = " ".join(answer.out.split())
-    own = r"the workload's own \S+ requests/s are \d+% of that, and need at least 1 device: 1 × TP1"
+    own = r"the workload's own \S+ requests/s are \d+% of that, and need at least 1 device: 1 × TP 1"
     assert "on all 2" in text and re.search(own, text)
     for heading in ("instances", "attainment by", "why this deployment", "colocated: ", "where the numbers come from"):
         assert heading in answer.out
@@ -147,7 +147,7 @@ def test_a_reward_model_is_planned_without_a_vocabulary_and_without_new_tokens(
     arguments = ["model={preset: llama3-8b, head: score}", "serve.workload.output_tokens=400"]
     answer = meshwright("plan", question, *arguments)
     assert answer.code == 0, answer.err
-    assert "llama3-8b, 7.50B parameters" in answer.out and "2 × TP1" in answer.out
+    assert "llama3-8b, 7.50B parameters" in answer.out and "2 × TP 1" in answer.out
     assert "90% of requests within 0.5 s to their score\n" in answer.out
     assert "new tokens of requests and shared prefixes do not count" in answer.err
     assert "one device an instance, as a reward model is served" in answer.out and "caches" not in answer.out

@@ -95,7 +95,7 @@ def test_a_list_has_state_step_loss_tokens_and_size_of_every_run(tmp_path: Path)
 
 def test_a_finished_run_shows_its_plan(finished: Path) -> None:
     run = list_run(finished)
-    assert (run.state, run.step, run.plan) == ("finished", 6, "one device, micro-batch 8")
+    assert (run.state, run.step, run.plan) == ("finished", 6, "one device")
 
 
 def test_a_folder_without_runs_or_that_does_not_exist(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def test_it_prints_a_summary_a_picture_and_where_the_trace_is() -> None:
     answer = meshwright("simulate", *PIPELINE, "name=mine")
     assert answer.code == 0, answer.err
     for text in (
-        "plan: pipeline 2 × ",
-        "1f1b, 8 micro-batches of 1 × 4096 tokens",
+        "plan: PP 2 × ",
+        "1F1B, 8 micro-batches of 1 × 4096 tokens",
         "the planner's choice",
         "bubble",
     ):

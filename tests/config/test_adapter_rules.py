@@ -91,3 +91,12 @@ def test_experts_are_neither_copied_nor_moved(tmp_path: Path) -> None:
     for plan in pins:
         with pytest.raises(BadConfig, match=r"plan.expert_(policy|placement): expected (none|even), as"):
             load_run(written(tmp_path, preset="mixtral-8x7b", plan=plan))
+
+
+def test_another_model_on_the_command_line_keeps_the_adapters(tmp_path: Path) -> None:
+    file = written(tmp_path, adapter="targets: [v_proj]")
+    replaced = load_run(file, ["model=llama3-1b"]).model
+    assert replaced.preset == "llama3-1b" and replaced.adapter == load_run(file).model.adapter
+    before = ["model.adapter.rank=4", "model=llama3-1b", "train.global_batch=8", "cluster.gpu=cpu"]
+    adapter = load_run(None, before).model.adapter
+    assert adapter is not None and adapter.rank == 4

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -32,7 +33,7 @@ from meshwright.costs.plan_costs import STACK
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 
-RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
+RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv.gz"
 
 
 def test_own_measured_constants_replace_the_published_fit() -> None:
@@ -69,7 +70,7 @@ def test_own_constants_do_not_change_predictions_of_published_runs() -> None:
     published = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     own_values = yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
     changed = with_own(published, {**own_values, "stack": {**own_values["stack"], "slow": 9.0, "own_engine": 1.0}})
-    with RUNS.open(encoding="utf-8", newline="") as file:
+    with gzip.open(RUNS, "rt", encoding="utf-8", newline="") as file:
         records = list(islice(csv.DictReader(file), 0, None, 40))
     assert predict_records(records, published) == predict_records(records, changed) == predict_records(records)
 

@@ -23,7 +23,7 @@ from tests.golden.facts import drawn_plan
 from tests.slow import quick_first
 
 TOLERANCE = 1e-3
-PLANS = (36, 88, 72, *range(60))
+PLANS = (36, 88, 72, *range(250))
 """Numbers of drawn plans, those first that were once faster with recompute."""
 Case = tuple[RunSpec, Plan]
 

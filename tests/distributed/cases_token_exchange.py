@@ -47,7 +47,7 @@ def outputs_and_gradients(
 ) -> list[Tensor]:
     """The outputs of each load, and the gradients of rows, weights and experts."""
     spec, draw = replace(MIXTRAL, hidden=32, expert_hidden=16, experts=4), torch.Generator().manual_seed(rank)
-    experts = DistributedExperts(Experts(moe_of(spec), spec.hidden, plain=dtype != torch.bfloat16), exchange).to(
+    experts = DistributedExperts(Experts(moe_of(spec), spec.hidden, reference=dtype != torch.bfloat16), exchange).to(
         device, dtype
     )
     for parameter in experts.parameters():

@@ -79,7 +79,7 @@ SEEDS = [18, 14, 27, 26, 30, 38, 20, 19, 17, 9, 3, 11]
 @cache
 def one_device(spec: ModelSpec, masked: bool) -> list[dict[str, Any]]:
     """Loss, gradient norm, gradients before they are clipped, and updated weights of each step."""
-    model = Decoder(spec, plain=True).double()
+    model = Decoder(spec, reference=True).double()
     specs = {parameter.name: parameter for parameter in parameters(spec)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -134,7 +134,7 @@ def sharded(
 
     mesh = build_mesh(plan, world)
     options = {"balance_loss": TRAIN.balance_loss, "balance_bias": BIAS_STEP, "prediction_loss": PREDICTION_LOSS}
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, **options)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=True, **options)
     optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     store = None if folder is None else CheckpointStore(Path(folder), group=world.control)
     if store is not None and steps.start:

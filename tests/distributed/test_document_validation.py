@@ -54,7 +54,7 @@ def held_out(corpus: Path) -> HeldOut:
 
 
 def decoder() -> Decoder:
-    model = Decoder(SPEC, plain=True).double()
+    model = Decoder(SPEC, reference=True).double()
     initialise(model, SPEC, seed=0)
     return model
 
@@ -78,7 +78,7 @@ def on_ranks(world: World, plan: Plan, corpus: Path) -> Evaluation:
     from meshwright.parallel.mesh import build_mesh
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(SPEC, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    engine = build_engine(SPEC, plan, mesh, loss_chunk=5, seed=0, reference=True)
     return evaluate(engine, held_out(corpus), mesh=mesh, micro_batch=1, device=world.device, plan=plan)
 
 

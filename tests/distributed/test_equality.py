@@ -95,7 +95,7 @@ def batch(step: int, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch
 @cache
 def one_device(spec: ModelSpec, masked: bool = True) -> list[dict[str, Any]]:
     """The reference results of every step, in float64 on one device; unless `masked`, each sequence is one document."""
-    model = Decoder(spec, plain=True).double()
+    model = Decoder(spec, reference=True).double()
     specs = {parameter.name: parameter for parameter in parameters(spec)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -160,7 +160,7 @@ def sharded(
     mesh = build_mesh(plan, world)
     is_fp64 = plan.precision.compute == "fp64"
     losses = {"balance_loss": TRAIN.balance_loss, "z_loss": TRAIN.z_loss, "router_z_loss": TRAIN.router_z_loss}
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=is_fp64, **losses)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=is_fp64, **losses)
     model, optimizer = engine.model, Optimizer(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     micro, samples_per_rank = plan.batch.micro_batch, BATCH // mesh.data_ranks
     step_results = []

@@ -252,7 +252,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
     plan = case.plan
     mesh = build_mesh(plan, world)
-    engine = build_engine(SHARED, plan, mesh, loss_chunk=5, seed=0, plain=True, **LOSSES)
+    engine = build_engine(SHARED, plan, mesh, loss_chunk=5, seed=0, reference=True, **LOSSES)
     optimizer, samples_per_rank = Optimizer(engine.model, SHARED, TRAIN, engine.weights), BATCH // mesh.data_ranks
     first = mesh.data_rank * samples_per_rank
     micro_batches = [

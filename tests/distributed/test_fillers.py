@@ -59,7 +59,7 @@ def windows(masked: bool) -> list[Tensor | None]:
 @cache
 def one_device(spec: ModelSpec, masked: bool, steps: int = 2) -> list[dict[str, Any]]:
     """Results of steps that change no weight but the biases; every sequence is cut before its fillers."""
-    model = Decoder(spec, plain=True).double()
+    model = Decoder(spec, reference=True).double()
     initialise(model, spec, seed=0)
     router_logits, results = collect_router_logits(model), []
     for _ in range(steps):
@@ -117,7 +117,7 @@ def on_ranks(world: World, spec: ModelSpec, plan: Plan, masked: bool) -> list[di
 
     mesh = build_mesh(plan, world)
     bias_step = BIAS_STEP if spec.router != "softmax" else 0.0
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_bias=bias_step, **WEIGHTS)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=True, balance_bias=bias_step, **WEIGHTS)
     optimizer, share = Optimizer(engine.model, spec, TRAIN, engine.weights), BATCH // mesh.data_ranks
     batches = []
     for first in range(mesh.data_rank * share, (mesh.data_rank + 1) * share, plan.batch.micro_batch):

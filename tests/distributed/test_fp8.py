@@ -49,7 +49,7 @@ def first_step(pool: Pool, spec: Any, tested_plan: Plan) -> list[list[dict[str, 
 @cache
 def emulated_step(spec: Any, scaling: str, micro: int) -> dict[str, Any]:
     """Loss and gradients of the first step on one device, its linear layers replaced by the emulation."""
-    model = Decoder(spec, plain=True)
+    model = Decoder(spec, reference=True)
     initialise(model, spec, seed=0)
     for block in model.layers.values():
         for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.up", "mlp.down"):
@@ -161,7 +161,7 @@ def emulated_moe_step(weigh_outputs: bool) -> dict[str, Any]:
 
     With `weigh_outputs` the router's weights multiply the experts' outputs, as they do with expert ranks, not the activations.
     """
-    model = Decoder(MOE, plain=True)
+    model = Decoder(MOE, reference=True)
     initialise(model, MOE, seed=0)
     for name, module in model.named_modules():
         if isinstance(module, Linear) and name.startswith("layers.") and not name.endswith(".router"):

@@ -43,7 +43,7 @@ def generated_alone(
     spec: ModelSpec, sampling: GenerationSampling, dtype: torch.dtype = torch.float64
 ) -> list[list[int]]:
     """By the plain decoder with the initial weights of seed 0."""
-    model = Decoder(spec, plain=dtype == torch.float64).double()
+    model = Decoder(spec, reference=dtype == torch.float64).double()
     parameters_by_name = {parameter.name: parameter for parameter in parameters(spec)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -79,7 +79,7 @@ def generated_by_plan(
     from meshwright.training.generate import generate_under_plan
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=plan.precision.compute == "fp64")
     answers = []
     for sampling in samplings:
         progress: list[int] = []

@@ -166,7 +166,7 @@ def on_ranks(
         torch._dynamo.reset()  # what other cases compiled counts against a limit
     mesh = build_mesh(plan, world)
     weights = {"z_loss": Z_LOSS, "router_z_loss": ROUTER_Z_LOSS, "balance_loss": BALANCE_LOSS}
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, **weights)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=True, **weights)
     results = []
     for samples in steps:
         heads = spec.kv_heads // mesh.axis_size("tensor")
@@ -203,7 +203,7 @@ def compiled_graphs() -> int:
 
 def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
     """The same of a plain decoder that sees each sample alone."""
-    model = Decoder(spec, plain=True).double()
+    model = Decoder(spec, reference=True).double()
     initialise(model, spec, seed=0)
     router_logits = collect_router_logits(model)
     logits, targets = [], []

@@ -120,7 +120,7 @@ def columns(spec: ModelSpec) -> Columns:
 
 @cache
 def one_device(spec: ModelSpec, kind: str) -> dict[str, Any]:
-    model, step = Decoder(spec, plain=True).double(), columns(spec)
+    model, step = Decoder(spec, reference=True).double(), columns(spec)
     initialise(model, spec, seed=0)
     logits = model(step.tokens, positions=step.positions, documents=step.documents)
     trained, count = step.targets >= 0, int((step.targets >= 0).sum())
@@ -168,7 +168,7 @@ def on_ranks(world: World, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
 
     mesh = build_mesh(plan, world)
     engine = build_engine(
-        spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.schedule.name != "breadth_first", z_loss=Z_LOSS
+        spec, plan, mesh, loss_chunk=5, seed=0, reference=plan.schedule.name != "breadth_first", z_loss=Z_LOSS
     )
     optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights)
     results: dict[str, Any] = {}
@@ -233,7 +233,7 @@ def on_hybrid_ranks(world: World, spec: ModelSpec, plan: Plan, samples: hybrid.S
     from meshwright.training.train_step import count_valid, loss_divisor
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, z_loss=Z_LOSS)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=True, z_loss=Z_LOSS)
     pool = RankPool(mesh.data_ranks, samples.capacity, hybrid.TIME, 1, None, spec.kv_heads, None)
     slots = slots_to_run(balance_samples(samples.lengths, pool), mesh.data_rank, slot_numbering(plan))
     batches = []
@@ -266,7 +266,7 @@ def test_hybrid_ranks_equal_one_device(pool: Pool) -> None:
     assert samples.lengths.max() > case.capacity  # one sample is divided
     ranks = pool.run(on_hybrid_ranks, case.plan.ranks, spec, case.plan, samples)
     for kind in ("weights", "mean"):
-        model = Decoder(spec, plain=True).double()
+        model = Decoder(spec, reference=True).double()
         initialise(model, spec, seed=0)
         sums, z_sums, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
         for sample in range(len(samples.lengths)):
@@ -288,7 +288,7 @@ def test_hybrid_ranks_equal_one_device(pool: Pool) -> None:
 def test_weights_of_further_tokens() -> None:
     """Weights of 0 and 1 are what targets of -1 are, for prediction modules too; others multiply the tokens' losses."""
     spec = replace(LLAMA, prediction_depth=2)
-    model, step = Decoder(spec, plain=True).double(), columns(spec)
+    model, step = Decoder(spec, reference=True).double(), columns(spec)
     initialise(model, spec, seed=0)
     packed = {"positions": step.positions, "documents": step.documents}
     kept = torch.rand(step.targets.shape, generator=torch.Generator().manual_seed(1)) < 0.6

@@ -120,7 +120,7 @@ def copied_bytes(world: World, spec: ModelSpec, plan: Plan, steps: int) -> dict[
         start_offload(saved, span)
 
     SavedActivations.start_offload = recording  # type: ignore[method-assign]
-    engine = build_engine(spec, plan, build_mesh(plan, world), loss_chunk=5, seed=0, plain=True)
+    engine = build_engine(spec, plan, build_mesh(plan, world), loss_chunk=5, seed=0, reference=True)
     tokens = torch.zeros(plan.batch.micro_batch, 12, dtype=torch.int64)
     batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * plan.batch.accumulate
     try:

@@ -58,7 +58,7 @@ CASES: list[tuple[OptimizerSpec, ModelSpec, Case]] = [
 @cache
 def one_device(spec: ModelSpec, optimizer: OptimizerSpec) -> list[dict[str, Any]]:
     """Loss, norm, gradients and updated weights of every step."""
-    model = Decoder(spec, plain=True).double()
+    model = Decoder(spec, reference=True).double()
     with torch.no_grad():
         initialise(model, spec, 0)
     specs = {parameter.name: parameter for parameter in parameters(spec)}
@@ -100,7 +100,7 @@ def trained(
     from meshwright.training.train_step import count_valid
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_loss=TRAIN.balance_loss)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=True, balance_loss=TRAIN.balance_loss)
     model, optimizer = engine.model, open_optimizer(engine, spec, replace(TRAIN, optimizer=optimizer_spec), mesh)
     state = {parts.name: parts for parts in optimizer.state()}
     store = CheckpointStore(Path(folder), group=world.control) if folder else None

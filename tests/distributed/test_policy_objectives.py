@@ -66,7 +66,7 @@ def token_loss(rl: RlSpec, value: Tensor, sampled: float, advantage: float, refe
 def drawn(spec: ModelSpec) -> dict[str, Tensor]:
     """Columns `(BATCH, seq)` of the step beside its tokens; probabilities of the engine are near the model's own."""
     step, draw = columns(spec), torch.Generator().manual_seed(3)
-    model = Decoder(spec, plain=True).double()
+    model = Decoder(spec, reference=True).double()
     initialise(model, spec, seed=0)
     with torch.no_grad():
         logits = model(step.tokens, positions=step.positions, documents=step.documents)
@@ -88,7 +88,7 @@ def drawn(spec: ModelSpec) -> dict[str, Tensor]:
 
 @cache
 def one_device(spec: ModelSpec, name: str) -> dict[str, Any]:
-    model, step, other = Decoder(spec, plain=True).double(), columns(spec), drawn(spec)
+    model, step, other = Decoder(spec, reference=True).double(), columns(spec), drawn(spec)
     initialise(model, spec, seed=0)
     logits = model(step.tokens, positions=step.positions, documents=step.documents)
     values = logits.log_softmax(-1).gather(-1, step.targets.clamp_min(0)[..., None])[..., 0]
@@ -123,7 +123,7 @@ def on_ranks(world: World, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
     from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=True)
     optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights)
     results: dict[str, Any] = {}
     for name, rl in POLICIES.items():
@@ -182,7 +182,7 @@ def columns_of_sample(spec: ModelSpec, samples: hybrid.Samples, sample: int) -> 
 
 @cache
 def hybrid_model(spec: ModelSpec) -> Decoder:
-    model = Decoder(spec, plain=True).double()
+    model = Decoder(spec, reference=True).double()
     initialise(model, spec, seed=0)
     return model
 
@@ -194,7 +194,7 @@ def on_hybrid_ranks(world: World, spec: ModelSpec, plan: Plan, samples: hybrid.S
     from meshwright.training.train_step import count_valid, loss_divisor
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=True)
     pool = RankPool(mesh.data_ranks, samples.capacity, hybrid.TIME, 1, None, spec.kv_heads, None)
     batches = []
     for slot in slots_to_run(balance_samples(samples.lengths, pool), mesh.data_rank, slot_numbering(plan)):
@@ -259,7 +259,7 @@ RATE, UPDATES = 1e-2, 3
 @cache
 def plain_updates(spec: ModelSpec) -> dict[str, Tensor]:
     """Weights after some updates by one batch: losses with fixed sampled probabilities, torch's own AdamW and clipping."""
-    model, step, other = Decoder(spec, plain=True).double(), columns(spec), drawn(spec)
+    model, step, other = Decoder(spec, reference=True).double(), columns(spec), drawn(spec)
     initialise(model, spec, seed=0)
     decayed = [weight for _, weight in trained_weights(model) if weight.dim() > 1]
     others = [weight for _, weight in trained_weights(model) if weight.dim() <= 1]
@@ -296,7 +296,7 @@ def updates_on_ranks(world: World, spec: ModelSpec, plan: Plan) -> dict[str, Ten
     from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=True)
     optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights)
     batches = [
         replace(each, columns={**each.columns, "sampled": each.columns["values"], "factors": each.columns["ones"]})

@@ -54,7 +54,7 @@ def replayed(
 
     plan = case.plan
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_loss=0.3)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=True, balance_loss=0.3)
     routing = engine.executor.rank_model.routing
     assert routing is not None
     replay = replay_loads(engine.model, routing, file_loads(spec), plan, mesh, SEQ)
@@ -95,7 +95,7 @@ def test_experts_get_the_loads_of_the_file(pool: Pool, spec: ModelSpec, case: Ca
 def moe(**changes: Any) -> MoELayer:
     torch.manual_seed(0)
     described = moe_of(replace(SHARED, **changes))
-    layer = MoELayer(described, SHARED.hidden, plain=True, hooks=BlockHooks()).double()
+    layer = MoELayer(described, SHARED.hidden, reference=True, hooks=BlockHooks()).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return layer

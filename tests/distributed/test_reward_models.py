@@ -56,7 +56,7 @@ def given_scores(step: Columns) -> torch.Tensor:
 
 @cache
 def one_device(spec: ModelSpec) -> dict[str, Any]:
-    model, step = Decoder(spec, plain=True).double(), columns(spec)
+    model, step = Decoder(spec, reference=True).double(), columns(spec)
     initialise(model, spec, seed=0)
     hidden = model.hidden(step.tokens, step.positions, step.documents)
     scores, given, losses, right = (hidden @ model.get_parameter(SCORE)[0]), given_scores(step), [], 0.0
@@ -91,7 +91,7 @@ def on_ranks(world: World, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
     from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.schedule.name != "breadth_first")
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, reference=plan.schedule.name != "breadth_first")
     optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights)
     batches = micro_batches(spec, plan, mesh.data_rank, mesh.data_ranks)
     objective, results = PreferenceObjective(PREFERENCE, ["a"], torch.device("cpu")), dict[str, Any]()

@@ -71,7 +71,7 @@ def one_device() -> list[dict[str, Any]]:
     """The reference results of every step."""
     results, first = [], 0
     for _ in range(BATCHES):
-        model = Decoder(SPEC, plain=True).double()
+        model = Decoder(SPEC, reference=True).double()
         initialise(model, SPEC, seed=0)
         taken = int(
             np.searchsorted(np.cumsum(Documents().lengths(range(first, first + TOKENS + 1))), TOKENS, side="right")
@@ -104,7 +104,7 @@ def steps(world: World, plan: Plan) -> list[dict[str, Any]]:
     results = []
     with Loader(SampleSteps(source, tokens=TOKENS, pool=pool, rank=mesh.data_rank)) as loader:
         for _ in range(BATCHES):
-            engine = build_engine(SPEC, plan, mesh, loss_chunk=5, seed=0, plain=True)
+            engine = build_engine(SPEC, plan, mesh, loss_chunk=5, seed=0, reference=True)
             batches = next(loader)
             assert loader.step is not None and loader.step.lengths is not None
             valid = count_valid(batches, mesh)

@@ -219,7 +219,7 @@ def left_to_the_collector(world, plan: Plan) -> list[str]:
     from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(DEEP, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    engine = build_engine(DEEP, plan, mesh, loss_chunk=5, seed=0, reference=True)
     optimizer = Optimizer(engine.model, DEEP, TRAIN, engine.weights, engine.host_offloaded)
 
     def one_step(number: int) -> None:

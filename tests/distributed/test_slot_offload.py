@@ -65,7 +65,7 @@ def on_ranks(world: Any, plan: Plan, steps: list[Samples], offloads: bool) -> li
     from meshwright.training.train_step import count_valid, loss_divisor
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(SPEC, plan, mesh, loss_chunk=5, seed=0, plain=True, z_loss=Z_LOSS)
+    engine = build_engine(SPEC, plan, mesh, loss_chunk=5, seed=0, reference=True, z_loss=Z_LOSS)
     results = []
     for samples in steps:
         slots = slots_of(samples, mesh.data_ranks, mesh.data_rank)

@@ -53,8 +53,8 @@ def attend_on_rank(world, samples: list[Sample], capacity: int, recomputes: bool
         encoded = span.encode(world.ranks)
         if recomputes:
             with torch.no_grad():
-                span_attention(*leaves, encoded, group, plain=True)
-        slots.append((span.tokens, leaves, grad, span_attention(*leaves, encoded, group, plain=True)))
+                span_attention(*leaves, encoded, group, reference=True)
+        slots.append((span.tokens, leaves, grad, span_attention(*leaves, encoded, group, reference=True)))
     for _, _, grad, out in slots:
         out.backward(grad)
     results = []
@@ -70,7 +70,7 @@ def check(pool: Pool, ranks: int, samples: list[Sample], capacity: int, recomput
     for number, sample in enumerate(samples):
         q, k, v, grad = inputs(number, sample[0])
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = attention(*leaves, plain=True)
+        out = attention(*leaves, reference=True)
         out.backward(grad)
         for part, rank in enumerate(sample[1]):
             for ours, whole in zip(next(results[rank]), (out.detach(), *(leaf.grad for leaf in leaves)), strict=True):
@@ -113,7 +113,7 @@ def test_samples_where_a_balance_puts_them(pool: Pool) -> None:
 
 def test_a_slot_without_a_divided_sample_gets_zeros() -> None:
     q, k, v, _ = inputs(0, 5)
-    out = span_attention(q.requires_grad_(), k, v, no_span(4), "unused", plain=True)
+    out = span_attention(q.requires_grad_(), k, v, no_span(4), "unused", reference=True)
     out.sum().backward()
     assert not out.any() and q.grad is not None and not q.grad.any()
 

@@ -41,7 +41,7 @@ def one_step(world: World, plan: Plan) -> Played:
     from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(SMALL, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    engine = build_engine(SMALL, plan, mesh, loss_chunk=5, seed=0, reference=True)
     optimizer = Optimizer(engine.model, SMALL, TRAIN, engine.weights, engine.host_offloaded)
     records: list[SpanRecord] = []
     recorder, ran = StepRecorder(torch.device("cpu"), world.rank, sink=records.extend), []

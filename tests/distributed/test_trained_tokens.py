@@ -45,7 +45,7 @@ def masked_batch(counts: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
 
 @cache
 def one_device(counts: tuple[int, ...]) -> dict[str, Any]:
-    model = Decoder(LLAMA, plain=True).double()
+    model = Decoder(LLAMA, reference=True).double()
     initialise(model, LLAMA, seed=0)
     tokens, targets, positions, documents = masked_batch(counts)
     loss = model(tokens, targets=targets, positions=positions, documents=documents) / max(sum(counts), 1)
@@ -64,7 +64,7 @@ def one_step(world: World, plan: Plan, counts: tuple[int, ...]) -> list[dict[str
     from meshwright.training.train_step import count_valid, loss_divisor
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(LLAMA, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    engine = build_engine(LLAMA, plan, mesh, loss_chunk=5, seed=0, reference=True)
     share = BATCH // mesh.data_ranks
     own = slice(mesh.data_rank * share, (mesh.data_rank + 1) * share)
     columns = zip(*(tensor[own].split(plan.batch.micro_batch) for tensor in masked_batch(counts)), strict=True)

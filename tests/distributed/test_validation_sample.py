@@ -58,7 +58,7 @@ def on_ranks(world: World, plan: Plan, corpora: tuple[Path, ...]) -> list[Evalua
     from meshwright.parallel.mesh import build_mesh
 
     mesh = build_mesh(plan, world)
-    engine = build_engine(SPEC, plan, mesh, loss_chunk=5, seed=0, plain=True)
+    engine = build_engine(SPEC, plan, mesh, loss_chunk=5, seed=0, reference=True)
     return [
         evaluate(engine, held_out(corpus), mesh=mesh, micro_batch=micro_batch, device=world.device, plan=plan)
         for corpus in corpora
@@ -69,7 +69,7 @@ def on_ranks(world: World, plan: Plan, corpora: tuple[Path, ...]) -> list[Evalua
 @pytest.fixture(scope="module")
 def truth(corpora: tuple[Path, Path]) -> Evaluation:
     """As `meshwright eval` measures the first corpus."""
-    model = Decoder(SPEC, plain=True).double()
+    model = Decoder(SPEC, reference=True).double()
     initialise(model, SPEC, seed=0)
     return evaluate_plain(model, held_out(corpora[0]), micro_batch=5, device=torch.device("cpu"))
 

@@ -108,7 +108,7 @@ def weight_and_gradient_bytes(world: World, plan: Plan) -> dict[str, list[int]]:
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
 
-    engine = build_engine(DEEP, plan, build_mesh(plan, world), loss_chunk=5, seed=0, plain=True)
+    engine = build_engine(DEEP, plan, build_mesh(plan, world), loss_chunk=5, seed=0, reference=True)
     tokens = torch.zeros(plan.batch.micro_batch, SEQ, dtype=torch.int64)
     batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * plan.batch.accumulate
     watching = Watching(engine)

@@ -52,6 +52,7 @@ NOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
             "meshwright train run.yaml cluster=auto",
             "meshwright train benchmarks/llama3-8b.yaml",
         ),
+        "docs/how-to/resume.md": ("CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 meshwright train run.yaml cluster=auto",),
         "docs/how-to/measure-a-machine.md": (
             "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json",
             "meshwright profile --serve serve.yaml --out h200.json    # or model=llama3-8b",
@@ -83,7 +84,10 @@ NOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "the network, or a package that tests do not have": {
-        "docs/getting-started.md": ("python3 -m venv --system-site-packages .venv",),
+        "docs/getting-started.md": (
+            "python3 -m venv --system-site-packages .venv",
+            "pip wheel --no-deps --wheel-dir dist .",
+        ),
         "docs/how-to/benchmarks.md": ("pip install 'meshwright[bench]'",),
         "docs/how-to/hugging-face.md": ("hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir smollm2",),
         "docs/how-to/reproduce.md": ("pip install 'meshwright[deterministic]'",),

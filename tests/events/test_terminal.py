@@ -11,12 +11,12 @@ import pytest
 
 from meshwright.events.terminal import fitted, wrapped
 
-NOTE = "  plan: shard 2; micro-batch 4 × 1; plans are compared with guessed rates of a CPU\nshort  line"
+NOTE = "  plan: FSDP 2, micro-batch 4 × 10; plans are compared with guessed rates of a CPU\nshort  line"
 
 
 def test_a_long_line_is_broken_between_words_and_hangs():
     assert wrapped(NOTE, 40).split("\n") == [
-        "  plan: shard 2; micro-batch 4 × 1;",
+        "  plan: FSDP 2, micro-batch 4 × 10;",
         "      plans are compared with guessed",
         "      rates of a CPU",
         "short  line",

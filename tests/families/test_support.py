@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from meshwright.config.load import load_run
+from meshwright.families.registry import FAMILIES, RELEASES
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.expert_inference import distribute_for_inference
 from meshwright.parallel.tensor_inference import divide_for_inference
@@ -80,7 +83,23 @@ def test_all_kinds_of_refusals_have_a_model() -> None:
 
 def test_lines_have_every_feature_once() -> None:
     spec = EXPORTED["gpt-oss"]
-    for line, facts in zip(support_lines(spec), support_as_plain(spec).values(), strict=True):
-        able, *unable = line.split("; not ")
-        assert able.partition(" with ")[2].split(", ") == [name for name, fact in facts.items() if fact is True]
-        assert unable == [f"{name} ({fact})" for name, fact in facts.items() if fact is not True]
+    expected = []
+    for verb, facts in zip(("trained", "served"), support_as_plain(spec).values(), strict=True):
+        expected.append(f"gpt_oss can be {verb} with {', '.join(name for name, fact in facts.items() if fact is True)}")
+        refusals = {name: str(fact) for name, fact in facts.items() if fact is not True}
+        expected += [f"  not with {name}: {text.removeprefix(f'{name}: ')}" for name, text in refusals.items()]
+    assert list(support_lines(spec)) == expected
+    assert max(map(len, support_lines(spec))) < 200
+
+
+def test_every_family_is_found_by_names_of_released_models() -> None:
+    names = [name for family in FAMILIES for name in RELEASES[family]]
+    assert all(RELEASES.values()) and len(set(names)) == len(names)
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    found = {
+        family: row[1].split(", ") for row in rows for family in re.findall(r"`(\w+)`", row[0]) if family in FAMILIES
+    }
+    assert found.keys() == FAMILIES.keys()
+    for family, shown in found.items():
+        assert set(RELEASES[family]) <= set(shown), family

@@ -7,6 +7,7 @@ case's name and returns its facts. Long tables are digests; numbers of the cost 
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import json
 import random
@@ -98,6 +99,8 @@ class Kind:
     facts: Callable[[str], Any]
     quick: int
     """Cases that `make test` compares."""
+    packed: bool = False
+    """Whether the file is compressed."""
 
 
 def spec_of(name: str) -> ModelSpec:
@@ -398,14 +401,14 @@ def gradient_facts(name: str) -> Facts:
 def record_facts(name: str) -> Facts:
     """Predictions of every fourth published run."""
     del name
-    with (BENCHMARKS / "data" / "published-runs.csv").open(encoding="utf-8") as file:
+    with gzip.open(BENCHMARKS / "data" / "published-runs.csv.gz", "rt", encoding="utf-8") as file:
         predictions = predict_records(list(csv.DictReader(file))[::4])
     return {"seconds": [p.seconds for p in predictions], "memory": [p.memory_gib for p in predictions]}
 
 
 KINDS = {
     "models": Kind(MODELS, model_facts, 14),
-    "work": Kind(MODELS, work_facts, 8),
+    "work": Kind(MODELS, work_facts, 8, packed=True),
     "plans": Kind(tuple(f"{number:03}" for number in range(PLANS)), plan_facts, 5),
     "chosen": Kind(tuple(questions()), chosen_facts, 1),
     "gradients": Kind(tuple(SMALL), gradient_facts, 2),
@@ -414,11 +417,23 @@ KINDS = {
 }
 
 
+def file_of(name: str) -> Path:
+    return FOLDER / f"{name}.json{'.gz' * KINDS[name].packed}"
+
+
+def golden(name: str) -> dict[str, Any]:
+    """The golden facts of a kind by case."""
+    data = file_of(name).read_bytes()
+    return json.loads(gzip.decompress(data) if KINDS[name].packed else data)
+
+
 def main() -> None:
     for name in sys.argv[1:] or KINDS:
         facts = {case: KINDS[name].facts(case) for case in KINDS[name].cases}
         lines = [f"{json.dumps(case)}: {json.dumps(found)}" for case, found in facts.items()]
-        (FOLDER / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+        # Without a time in its header, equal facts give an equal file.
+        file_of(name).write_bytes(gzip.compress(data, 9, mtime=0) if KINDS[name].packed else data)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models, plans, messages and gradients have the facts in the JSON files of this folder; `tests.golden.facts` computes both.
+"""Models, plans, messages and gradients have the facts in the files of this folder; `tests.golden.facts` computes both.
 
 Numbers may differ by the order of a sum: by 1e-12 relative, gradients by 1e-9. Everything else is equal. A change that is meant to change
 a fact runs `make golden`; its commit says why.
@@ -13,17 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.golden.facts import FOLDER, KINDS
+from tests.golden.facts import FOLDER, KINDS, golden
 from tests.slow import quick_first
 
 TOLERANCE = {"gradients": 1e-9}
-MOST_BYTES = 1_500_000
+MOST_BYTES = 750_000
 """All files of the folder together."""
 
 
-@cache
-def golden(kind: str) -> dict[str, Any]:
-    return json.loads((FOLDER / f"{kind}.json").read_text(encoding="utf-8"))
+stored = cache(golden)
 
 
 def differences(found: Any, expected: Any, tolerance: float, where: str = "") -> Iterator[str]:
@@ -51,11 +49,11 @@ CASES = [
 @pytest.mark.parametrize(("kind", "case"), CASES)
 def test_facts_are_the_golden_ones(kind: str, case: str) -> None:
     found = json.loads(json.dumps(KINDS[kind].facts(case)))
-    wrong = list(differences(found, golden(kind)[case], TOLERANCE.get(kind, 1e-12)))
+    wrong = list(differences(found, stored(kind)[case], TOLERANCE.get(kind, 1e-12)))
     assert not wrong, "\n".join(wrong[:20])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_case_has_golden_facts(kind: str) -> None:
-    assert list(golden(kind)) == list(KINDS[kind].cases)
+    assert list(stored(kind)) == list(KINDS[kind].cases)
     assert sum(path.stat().st_size for path in FOLDER.iterdir() if path.is_file()) < MOST_BYTES

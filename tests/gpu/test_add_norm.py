@@ -29,7 +29,7 @@ def test_equals_the_separate_operators(shape: tuple[int, ...], dtype: torch.dtyp
     assert torch.equal(total, x + delta)
     alone = rms_norm(total, weight, 1e-5)
     assert torch.equal(alone, normed) or shape[-1] not in KERNEL_WIDTHS
-    for expected in (F.rms_norm(total, weight.shape, weight, 1e-5), rms_norm(total, weight, 1e-5, plain=True)):
+    for expected in (F.rms_norm(total, weight.shape, weight, 1e-5), rms_norm(total, weight, 1e-5, reference=True)):
         steps, info = 8 if dtype == torch.float32 else 1, torch.finfo(dtype)
         bound = steps * info.eps * expected.double().abs().clamp(min=info.smallest_normal)
         assert normed.dtype == dtype and normed.shape == x.shape
@@ -51,5 +51,5 @@ def test_gradients_take_the_separate_operators() -> None:
     total, normed = add_rms_norm(x, delta, weight, 1e-5)
     (ours,) = torch.autograd.grad((total + normed).sum(), x)
     total = x + delta
-    (theirs,) = torch.autograd.grad((total + rms_norm(total, weight, 1e-5, plain=True)).sum(), x)
+    (theirs,) = torch.autograd.grad((total + rms_norm(total, weight, 1e-5, reference=True)).sum(), x)
     torch.testing.assert_close(ours, theirs)

@@ -81,6 +81,6 @@ def test_gradients_are_equal_bits_and_those_of_plain_attention(
     for other in others:
         assert all(map(torch.equal, first, other))
     wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    expected = torch.autograd.grad(attention(*wide, plain=True), wide, grad.double())
+    expected = torch.autograd.grad(attention(*wide, reference=True), wide, grad.double())
     for ours, truth in zip(first, expected, strict=True):
         assert (ours - truth).norm() <= 1e-2 * truth.norm()

@@ -159,7 +159,7 @@ def seconds(run: Callable[[], object]) -> float:
 @pytest.mark.parametrize("moe", MOE_LAYERS)
 def test_the_fast_path_equals_the_plain_one_and_never_waits(moe: str, compiled: bool) -> None:
     """Given the same choices: x is such that bf16 decides as fp64 does for all but a few tokens, which are left out."""
-    exact = built(MOE_LAYERS[moe], plain=True).layers["1"].moe.cuda()
+    exact = built(MOE_LAYERS[moe], reference=True).layers["1"].moe.cuda()
     fast = built(MOE_LAYERS[moe]).layers["1"].moe.bfloat16().cuda()
     run = torch.compile(fast, fullgraph=True, dynamic=False, options=COMPILER_OPTIONS) if compiled else fast
     x = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0)).cuda()

@@ -123,8 +123,10 @@ def test_grouped_int8_matmul_is_the_plain_one(experts: int, tokens: int) -> None
     matrices = row_quantize.quantize_rows(torch.randn(experts, 352, 512, device="cuda", dtype=torch.bfloat16), "int8")
     assert isinstance(a, Int8Matrix) and isinstance(matrices, Int8Matrix)
     offsets = sizes.cumsum(0).to("cuda", torch.int32)
-    ours, plain = (grouped_int8(a, matrices, offsets, torch.float32, plain=plain) for plain in (False, True))
-    assert torch.equal(ours, plain)
+    ours, reference = (
+        grouped_int8(a, matrices, offsets, torch.float32, reference=reference) for reference in (False, True)
+    )
+    assert torch.equal(ours, reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -71,7 +71,7 @@ class Step:
         """`out` is the plain reference in fp64 on the same numbers, within the rounding of the weights and of the result."""
         layer = self.layer.float() if self.layer.dtype == E4M3 else self.layer
         step = (layer.double(), self.tables, self.lengths, self.starts)
-        exact = latent_attention(self.q.double(), self.rotary.double(), *step, scale=SCALE, plain=True)
+        exact = latent_attention(self.q.double(), self.rotary.double(), *step, scale=SCALE, reference=True)
         bound = max(torch.finfo(out.dtype).eps, 1e-5) * float(exact.abs().max())
         torch.testing.assert_close(out.double(), exact, rtol=0, atol=bound)
 
@@ -105,7 +105,7 @@ def test_fp8_cache() -> None:
             step.lengths,
             step.starts,
             scale=SCALE,
-            plain=True,
+            reference=True,
         ),
         step.attention(2),
     )
@@ -144,7 +144,7 @@ def test_rotation_and_write(heads: int, rank: int, rotated: int, dtype: torch.dt
     tables = cos[0, :, 0], sin[0, :, 0]
     caches = torch.zeros(2, 7, 2, block, rank + rotated, device="cuda").to(dtype)
     ours, expected = (
-        rotate_and_write_latents(q, key, latent, tables, positions, caches[index, :, 1], slots, plain=index == 1)
+        rotate_and_write_latents(q, key, latent, tables, positions, caches[index, :, 1], slots, reference=index == 1)
         for index in (0, 1)
     )
     assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])

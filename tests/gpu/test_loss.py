@@ -55,7 +55,9 @@ def test_head_and_loss_together(z_loss: float) -> None:
     weight = (torch.randn(30001, 256, device="cuda") / 16).bfloat16().requires_grad_()
     targets = torch.randint(-1, 30001, (700,), device="cuda")
     fast, squares = linear_cross_entropy(hidden, weight, targets, 256, z_loss=z_loss)
-    by_torch, exact = linear_cross_entropy(hidden.double(), weight.double(), targets, 256, z_loss=z_loss, plain=True)
+    by_torch, exact = linear_cross_entropy(
+        hidden.double(), weight.double(), targets, 256, z_loss=z_loss, reference=True
+    )
     assert squares.item() == pytest.approx(exact.item(), rel=1e-3)
     assert fast.item() == pytest.approx(by_torch.item(), rel=1e-3)
     for ours, theirs in zip(

@@ -22,7 +22,7 @@ def test_equals_its_plain_twin(ranks: int, gradient_dtype: torch.dtype, out_dtyp
     count = sum(-(-gradient.shape[0] // ranks) * gradient[0].numel() for gradient in gradients)
     packed, by_torch = (torch.full((ranks * count,), torch.nan, device="cuda", dtype=out_dtype) for _ in range(2))
     pack(gradients, packed, ranks)
-    pack(gradients, by_torch, ranks, plain=True)
+    pack(gradients, by_torch, ranks, reference=True)
     assert torch.equal(packed, by_torch)
     wrong = packed.clone()
     pack([gradient + 1 for gradient in gradients], wrong, ranks)

@@ -68,7 +68,7 @@ class Step:
     def exact(self) -> Tensor:
         """The plain reference in fp64 on the same numbers."""
         step = (self.layer.double(), self.tables, self.lengths, self.starts)
-        return paged.paged_attention(self.q.double(), *step, window=self.window, plain=True)
+        return paged.paged_attention(self.q.double(), *step, window=self.window, reference=True)
 
     def agrees(self, out: Tensor) -> None:
         exact = self.exact()
@@ -167,13 +167,13 @@ def test_rotation_and_write(
             *(q, k, v, tables, positions, caches[index, :, 1], slots),
             rotated_keys=keys[index],
             neighbours=neighbours,
-            plain=index == 1,
+            reference=index == 1,
         )
         for index in (0, 1)
     )
     assert torch.equal(ours, expected) and torch.equal(keys[0], keys[1]) and torch.equal(caches[0], caches[1])
     paged.write_cache(k, v, caches[0, :, 0], slots)
-    paged.write_cache(k, v, caches[1, :, 0], slots, plain=True)
+    paged.write_cache(k, v, caches[1, :, 0], slots, reference=True)
     assert torch.equal(caches[0], caches[1]) and caches[:, :, 0].any()
 
 
@@ -185,16 +185,16 @@ def test_fp8_cache() -> None:
     layers = torch.zeros(2, 8, 2, 8, 64, 128, device="cuda").to(torch.float8_e4m3fn)
     slots = torch.randperm(512, generator=draw, device="cuda")[:500]
     for index in (0, 1):
-        paged.write_cache(k, v, layers[index], slots, scales=scales, plain=index == 1)
+        paged.write_cache(k, v, layers[index], slots, scales=scales, reference=index == 1)
     assert torch.equal(layers[0].view(torch.uint8), layers[1].view(torch.uint8))
     q = torch.randn(300, 32, 128, generator=draw, device="cuda").bfloat16()
     tables = torch.arange(8, dtype=torch.int32, device="cuda").view(2, 4)
     lengths, starts = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([200, 250], [0, 100, 300]))
     step = (layers[0], tables, lengths, starts)
-    exact = paged.paged_attention(q.float(), *step, scales=scales, plain=True)
+    exact = paged.paged_attention(q.float(), *step, scales=scales, reference=True)
     out = paged.paged_attention(q, *step, scales=scales)
     torch.testing.assert_close(out.float(), exact, rtol=0, atol=2**-7 * float(exact.abs().max()))
     step = (layers[0], tables, lengths, torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda"))
-    exact = paged.paged_attention(q[:2].float(), *step, scales=scales, plain=True)
+    exact = paged.paged_attention(q[:2].float(), *step, scales=scales, reference=True)
     out = paged.paged_attention(q[:2], *step, decodes=2, scales=scales)
     torch.testing.assert_close(out.float(), exact, rtol=0, atol=2**-7 * float(exact.abs().max()))

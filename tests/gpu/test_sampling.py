@@ -56,9 +56,9 @@ def test_the_kernel_draws_the_tokens_of_the_plain_operations() -> None:
             torch.arange(64, device="cuda"),
             torch.arange(64, device="cuda"),
         )
-        plain = draw_from_scores(scores, *arguments, plain=True)
+        reference = draw_from_scores(scores, *arguments, reference=True)
         # Scores that differ by less than the rounding of the logarithms may change places.
-        assert (draw_from_scores(scores, *arguments) == plain).sum() >= 63
+        assert (draw_from_scores(scores, *arguments) == reference).sum() >= 63
 
 
 def test_the_kernel_keeps_the_likeliest_of_the_plain_operations() -> None:
@@ -68,7 +68,7 @@ def test_the_kernel_keeps_the_likeliest_of_the_plain_operations() -> None:
     top_p = torch.tensor([0.0, 0.3, 0.9, 1.0], device="cuda").repeat_interleave(16)
     min_p = torch.tensor([0.0, 0.0, 0.01, 0.0], device="cuda").repeat(16)
     kept = keep_likeliest(scores, top_k, top_p, min_p).isfinite()
-    expected = keep_likeliest(scores, top_k, top_p, min_p, plain=True).isfinite()
+    expected = keep_likeliest(scores, top_k, top_p, min_p, reference=True).isfinite()
     # Sums of probabilities in another order move the threshold of top-p past few tokens.
     assert (kept != expected).sum(1).max() <= 3
     assert torch.equal(kept[48:], expected[48:])

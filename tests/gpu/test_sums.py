@@ -19,11 +19,11 @@ def test_equals_its_plain_twin(size: int, gradient_dtype: torch.dtype, sum_dtype
     gradient, total = (torch.randn(size, device="cuda") for _ in range(2))
     gradient, fused, by_torch = gradient.to(gradient_dtype), total.to(sum_dtype), total.to(sum_dtype)
     add(fused, gradient)
-    add(by_torch, gradient, plain=True)
+    add(by_torch, gradient, reference=True)
     assert torch.equal(fused, by_torch)
     factor = torch.tensor(1 / 3, device="cuda")
-    assert torch.equal(scale(gradient, factor, sum_dtype), scale(gradient, factor, sum_dtype, plain=True))
-    assert not torch.equal(scale(gradient, 3 * factor, sum_dtype), scale(gradient, factor, sum_dtype, plain=True))
+    assert torch.equal(scale(gradient, factor, sum_dtype), scale(gradient, factor, sum_dtype, reference=True))
+    assert not torch.equal(scale(gradient, 3 * factor, sum_dtype), scale(gradient, factor, sum_dtype, reference=True))
 
 
 def test_places_off_the_grid_and_rows_apart() -> None:

@@ -48,15 +48,15 @@ def inputs(case: tuple[int, int, int, int, int], dtype: torch.dtype, with_sinks:
     return [tensor.requires_grad_() for tensor in tensors]
 
 
-def block(mask: AttentionMask | None, plain: bool, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-    return attention(q * 1.5, k, v, mask, sinks=sinks[0] if sinks else None, plain=plain).flatten(-2) * 2.0
+def block(mask: AttentionMask | None, reference: bool, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+    return attention(q * 1.5, k, v, mask, sinks=sinks[0] if sinks else None, reference=reference).flatten(-2) * 2.0
 
 
 def results(
-    function: Callable[..., Tensor], mask: AttentionMask | None, plain: bool, tensors: list[Tensor]
+    function: Callable[..., Tensor], mask: AttentionMask | None, reference: bool, tensors: list[Tensor]
 ) -> list[Tensor]:
     """The result and the gradients of all tensors."""
-    out = function(mask, plain, *tensors)
+    out = function(mask, reference, *tensors)
     draw = torch.Generator("cuda").manual_seed(1)
     grad = torch.randn(out.shape, generator=draw, device=CUDA, dtype=torch.bfloat16).to(out.dtype)
     return [out, *torch.autograd.grad(out, tensors, grad)]
@@ -67,7 +67,7 @@ def masks(case: tuple[int, int, int, int, int], dtype: torch.dtype, with_documen
     seq, _, _, head_dim, window = case
     documents = documents_of(seq) if with_documents else None
     flash = make_mask(documents, window, seq, CUDA, head_dim=head_dim, dtype=dtype)
-    dense = make_mask(documents, window, seq, CUDA, plain=True)
+    dense = make_mask(documents, window, seq, CUDA, reference=True)
     assert flash is not None and flash.flash is not None and dense is not None
     return [flash, dense]
 
@@ -119,7 +119,7 @@ def test_a_compiled_block_equals_the_plain_form(
             if with_documents and flip:
                 documents = documents_of(case[0]).flip(1)
                 flash = make_mask(documents, case[4], case[0], CUDA, head_dim=case[3], dtype=torch.bfloat16)
-                dense = make_mask(documents, case[4], case[0], CUDA, plain=True)
+                dense = make_mask(documents, case[4], case[0], CUDA, reference=True)
             assert flash is not None and dense is not None
             tensors = inputs(case, torch.bfloat16, True)
             wide = [tensor.detach().double().requires_grad_() for tensor in tensors]

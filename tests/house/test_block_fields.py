@@ -58,7 +58,6 @@ PLACES = {
     "parallel/routing.py": ("experts", EXPERTS),
     "parallel/tensor.py": ("kv_heads", HEADS),
     "parallel/tensor_inference.py": ("heads kv_heads", HEADS),
-    "planner/closed_form.py": ("experts_per_token", EXPERTS),
     "planner/conflicts.py": ("experts", EXPERTS),
     "planner/deployment_space.py": ("experts", EXPERTS),
     "planner/devices.py": ("heads", HEADS),

@@ -40,31 +40,31 @@ def token_by_token(q, k, v, documents, window):
     return out
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("reference", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("documents", "window"), [(None, None), (DOCUMENTS, None), (None, 3), (DOCUMENTS, 4)])
-def test_equals_a_loop_over_tokens(plain, kv_heads, documents, window):
+def test_equals_a_loop_over_tokens(reference, kv_heads, documents, window):
     q, k, v = inputs(kv_heads=kv_heads)
-    mask = make_mask(documents, window, SEQ, CPU, plain=plain)
+    mask = make_mask(documents, window, SEQ, CPU, reference=reference)
     expected = token_by_token(q.detach(), k.detach(), v.detach(), documents, window)
-    assert torch.allclose(attention(q, k, v, mask, plain=plain), expected, rtol=0, atol=1e-13)
+    assert torch.allclose(attention(q, k, v, mask, reference=reference), expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(("documents", "window"), [(None, None), (DOCUMENTS, 4)])
 def test_fast_and_plain_gradients_agree(documents, window):
     q, k, v = inputs()
     gradients = []
-    for plain in (True, False):
-        out = attention(q, k, v, make_mask(documents, window, SEQ, CPU, plain=plain), plain=plain)
+    for reference in (True, False):
+        out = attention(q, k, v, make_mask(documents, window, SEQ, CPU, reference=reference), reference=reference)
         gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
-    for fast, plain in zip(*gradients, strict=True):
-        assert torch.allclose(fast, plain, rtol=0, atol=1e-12)
+    for fast, reference in zip(*gradients, strict=True):
+        assert torch.allclose(fast, reference, rtol=0, atol=1e-12)
 
 
 def test_bfloat16_is_summed_wider():
     q, k, v = (t.detach().bfloat16() for t in inputs(seq=64))
-    exact = attention(q.double(), k.double(), v.double(), plain=True)
-    assert (attention(q, k, v, plain=True).double() - exact).abs().max() < 2**-8 * exact.abs().max()
+    exact = attention(q.double(), k.double(), v.double(), reference=True)
+    assert (attention(q, k, v, reference=True).double() - exact).abs().max() < 2**-8 * exact.abs().max()
 
 
 def test_no_mask_when_causality_says_it_all():
@@ -96,7 +96,7 @@ def documents_of(document_order, batch, seq):
 def test_block_mask_gives_the_same_as_the_dense_one(document_order, window, seq):
     documents = documents_of(document_order, 2, seq)
     q, k, v = (t.detach().float() for t in inputs(seq=seq, head_dim=16))
-    expected = attention(q, k, v, make_mask(documents, window, seq, CPU, plain=True), plain=True)
+    expected = attention(q, k, v, make_mask(documents, window, seq, CPU, reference=True), reference=True)
     blocks = block_mask(documents, window, seq, CPU)
     with torch.no_grad():
         actual = flex_attention(
@@ -127,17 +127,17 @@ QUERIES = torch.cat((torch.arange(70, 200), torch.arange(340, 470)))
 )
 def test_a_mask_for_some_queries_has_their_rows(document_order, window):
     documents = documents_of(document_order, 2, 500)
-    dense = make_mask(documents, window, 500, CPU, plain=True).dense
-    part_mask = make_mask(documents, window, 500, CPU, queries=QUERIES, plain=True)
+    dense = make_mask(documents, window, 500, CPU, reference=True).dense
+    part_mask = make_mask(documents, window, 500, CPU, queries=QUERIES, reference=True)
     assert torch.equal(part_mask.dense, dense[..., QUERIES, :])
     q, k, v = (t.detach().float() for t in inputs(seq=500, head_dim=16))
-    expected = attention(q, k, v, make_mask(documents, window, 500, CPU, plain=True), plain=True)[:, QUERIES]
+    expected = attention(q, k, v, make_mask(documents, window, 500, CPU, reference=True), reference=True)[:, QUERIES]
     blocks = block_mask(documents, window, 500, CPU, QUERIES)
     with torch.no_grad():
         part_queries = q[:, QUERIES].transpose(1, 2)
         actual = flex_attention(part_queries, k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks, enable_gqa=True)
     assert torch.allclose(actual.transpose(1, 2), expected, rtol=0, atol=2e-6)
-    assert torch.allclose(attention(q[:, QUERIES], k, v, part_mask, plain=True), expected, rtol=0, atol=2e-6)
+    assert torch.allclose(attention(q[:, QUERIES], k, v, part_mask, reference=True), expected, rtol=0, atol=2e-6)
 
 
 def test_block_mask_skips_what_no_pair_needs():
@@ -159,27 +159,29 @@ def test_cuda_paths_equal_the_plain_twin(compiled, masked):
 
     fast = torch.compile(block, fullgraph=True) if compiled else block
     results = []
-    for function, plain in ((fast, False), (lambda *a: attention(*a, plain=True), True)):
-        out = function(q, k, v, make_mask(documents, None, seq, device, plain=plain))
+    for function, reference in ((fast, False), (lambda *a: attention(*a, reference=True), True)):
+        out = function(q, k, v, make_mask(documents, None, seq, device, reference=reference))
         results.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
     for fast_value, plain_value in zip(*results, strict=True):
         error = (fast_value.float() - plain_value.float()).abs().max()
         assert error < 0.02 * plain_value.float().abs().max()
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("reference", [True, False])
 @pytest.mark.parametrize(("documents", "window"), [(None, None), (DOCUMENTS, 4)])
-def test_a_sink_takes_its_share_of_each_softmax(plain, documents, window):
+def test_a_sink_takes_its_share_of_each_softmax(reference, documents, window):
     """Against one more key, whose score is the sink's and whose value is 0; its gradient is the sink's."""
     q, k, v = inputs()
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     scores = q.transpose(1, 2) @ k.repeat_interleave(2, 2).transpose(1, 2).mT / math.sqrt(8)
-    visible = make_mask(documents, window, SEQ, CPU, plain=True) or make_mask(torch.zeros(2, SEQ), None, SEQ, CPU)
+    visible = make_mask(documents, window, SEQ, CPU, reference=True) or make_mask(torch.zeros(2, SEQ), None, SEQ, CPU)
     scores = scores.masked_fill(~visible.dense, float("-inf"))
     column = sinks[:, None, None].expand(2, 4, SEQ, 1)
     weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
     expected = (weights @ v.repeat_interleave(2, 2).transpose(1, 2)).transpose(1, 2)
-    out = attention(q, k, v, make_mask(documents, window, SEQ, CPU, plain=plain), sinks=sinks, plain=plain)
+    out = attention(
+        q, k, v, make_mask(documents, window, SEQ, CPU, reference=reference), sinks=sinks, reference=reference
+    )
     assert torch.allclose(out, expected, rtol=0, atol=1e-13)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     gradients = [torch.autograd.grad(result, (q, k, v, sinks), grad) for result in (out, expected)]

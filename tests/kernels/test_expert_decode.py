@@ -36,7 +36,7 @@ SPECS = {
 
 def moe_of(spec: ModelSpec) -> MoELayer:
     draw = torch.Generator().manual_seed(0)
-    moe = MoELayer(described_moe(spec), spec.hidden, plain=True, hooks=BlockHooks())
+    moe = MoELayer(described_moe(spec), spec.hidden, reference=True, hooks=BlockHooks())
     for parameter in moe.parameters():
         parameter.data = torch.randn(parameter.shape, generator=draw).to(DEVICE, DTYPE) / 4
         parameter.requires_grad_(False)
@@ -143,12 +143,12 @@ def test_experts_in_8_bits(tokens: int, number_format: WeightFormat) -> None:
     draw, width, hidden, copies, experts = torch.Generator().manual_seed(1), 48, 80, 2, 5
     x = rows(tokens, hidden)
     weights = [torch.randn(experts, *size, generator=draw) / 8 for size in ((2 * width, hidden), (hidden, width))]
-    matrices = [quantize_rows(weight.to(DEVICE), number_format, plain=True) for weight in weights]
+    matrices = [quantize_rows(weight.to(DEVICE), number_format, reference=True) for weight in weights]
     chosen = torch.rand(tokens, experts, generator=draw).argsort(1)[:, :copies]
     choices = choices_of(chosen, experts)
-    rounded = quantize_rows(x, number_format, plain=True)
+    rounded = quantize_rows(x, number_format, reference=True)
     active = expert_decode_triton.gate_up(rounded, matrices[0], choices, DTYPE)
-    rounded_active = quantize_rows(active, number_format, plain=True)
+    rounded_active = quantize_rows(active, number_format, reference=True)
     outputs = expert_decode_triton.down(rounded_active, matrices[1], choices, DTYPE).view(tokens, copies, hidden)
     if DEVICE == "cuda":
         assert torch.equal(rounded_expert_outputs(x, *matrices, choices), outputs)

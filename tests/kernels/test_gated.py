@@ -32,7 +32,7 @@ class Network(nn.Module):
         self.together = together
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + gated_mlp(x, self.gate_up, self.down, plain=not self.together)
+        return x + gated_mlp(x, self.gate_up, self.down, reference=not self.together)
 
 
 def step(together: bool, compiler: str | None, mode: Recompute, *, split: bool, deferred: bool) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ def test_the_fused_network_equals_separate_layers(compiler: str | None, mode: Re
 
 def test_what_is_rounded_is_the_activation_and_its_gradient() -> None:
     projected, grad_out = numbers(0, TOKENS, 2 * HIDDEN).requires_grad_(), numbers(1, TOKENS, HIDDEN)
-    activation = gated_activation(projected, plain=True)
+    activation = gated_activation(projected, reference=True)
     activation.backward(grad_out)
     rounded, transposed = gated._activation(projected.detach())
     rounded_gradient, transposed_gradient = gated._activation_gradient(projected.detach(), grad_out, E4M3)

@@ -51,7 +51,7 @@ def checked(matmul: Tensor, x: Tensor, weight: Tensor, groups: Tensor, bound: fl
 def test_the_plain_twin_multiplies_every_row_with_its_group_s_matrix(case: str, dtype: torch.dtype) -> None:
     x, weight, offsets, groups = some_rows(SIZES[case], dtype)
     checked(
-        grouped_linear(x, weight, offsets, plain=True), x, weight, groups, 1e-14 if dtype == torch.float64 else 1e-6
+        grouped_linear(x, weight, offsets, reference=True), x, weight, groups, 1e-14 if dtype == torch.float64 else 1e-6
     )
 
 

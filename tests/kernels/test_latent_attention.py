@@ -37,14 +37,14 @@ def filled(
         latent, key = draws(index, (length, rank), (length, rotated), dtype=dtype)
         slots, positions = slots_of(tables[index], 0, length, block), torch.arange(length)
         places = (tables_of(rotated, dtype), positions, cache[:, 1], slots)
-        rotate_and_write_latents(torch.empty(length, 1, rotated, dtype=dtype), key, latent, *places, plain=True)
+        rotate_and_write_latents(torch.empty(length, 1, rotated, dtype=dtype), key, latent, *places, reference=True)
         sequences.append((latent, key))
     assert cache[:, ::2].isnan().all(), "only the layer is written"
     return cache[:, 1], tables, sequences
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_equals_attention_with_expanded_heads(plain: bool) -> None:
+@pytest.mark.parametrize("reference", [True, False])
+def test_equals_attention_with_expanded_heads(reference: bool) -> None:
     """Random matrices of each head give its keys and values; the reference absorbs them into queries and results."""
     heads, rank, rotated, unrotated, width, dtype = 3, 10, 6, 5, 4, torch.float64
     layer, tables, sequences = filled(LENGTHS, BLOCK, rank, rotated, dtype)
@@ -63,11 +63,11 @@ def test_equals_attention_with_expanded_heads(plain: bool) -> None:
             k = torch.cat((torch.einsum("hdr,tr->thd", key_matrices, latent), shared), dim=-1)
             v = torch.einsum("hdr,tr->thd", value_matrices, latent)
             q = torch.cat((plain_q, rotary_q), dim=-1)
-            expected.append(attention(q[None], k[None], v[None], plain=True)[0, -count:])
+            expected.append(attention(q[None], k[None], v[None], reference=True)[0, -count:])
     absorbed = torch.einsum("qhd,hdr->qhr", torch.cat([q for q, _ in queries]), key_matrices)
     step = (layer, tables, torch.tensor(LENGTHS, dtype=torch.int32), starts_of(counts))
     scale = 1 / math.sqrt(unrotated + rotated)
-    sums = latent_attention(absorbed, torch.cat([r for _, r in queries]), *step, scale=scale, plain=plain)
+    sums = latent_attention(absorbed, torch.cat([r for _, r in queries]), *step, scale=scale, reference=reference)
     out = torch.einsum("qhr,hdr->qhd", sums, value_matrices)
     assert torch.allclose(out[:-1], torch.cat(expected), rtol=0, atol=1e-13)
     assert not out[-1].any(), "padding gives zeros"
@@ -78,7 +78,7 @@ def test_fp8_rows_are_rounded_and_limited() -> None:
     latent[2, 3] = 1e4
     cache, slots = torch.zeros(2, 4, 12).to(E4M3), torch.tensor([6, 1, -1, 0, 3])
     places = (tables_of(4, torch.float32), torch.arange(5), cache, slots)
-    _, rotated = rotate_and_write_latents(torch.empty(5, 1, 4), key, latent.roll(1, 0), *places, plain=True)
+    _, rotated = rotate_and_write_latents(torch.empty(5, 1, 4), key, latent.roll(1, 0), *places, reference=True)
     rows = torch.cat((latent.roll(1, 0), rotated), dim=-1).clamp(-448, 448).to(E4M3).float()
     stored = cache.float().flatten(0, 1)
     assert torch.equal(stored[slots[slots >= 0]], rows[slots >= 0]) and stored.max() == 448
@@ -124,7 +124,7 @@ def test_decode(heads: int, rank: int, rotated: int, block: int, splits: int, fp
         step = step._replace(layer=step.layer.nan_to_num(0.0).to(E4M3))
     out = torch.full((3, heads, rank), torch.nan)
     latent_decode(*step[:5], out, scale=0.3, splits=splits, launch=AttentionLaunch(16, 4, 1))
-    expected = latent_attention(*step, scale=0.3, plain=True)
+    expected = latent_attention(*step, scale=0.3, reference=True)
     torch.testing.assert_close(out, expected, rtol=2e-6, atol=2e-6)
 
 
@@ -150,7 +150,7 @@ def test_chunks(heads: int, rank: int, rotated: int, block: int, fp8: bool) -> N
     first, out = counts[0], torch.full((sum(counts), heads, rank), torch.nan)
     behind = (step.layer, step.tables[1:], step.lengths[1:], step.starts[1:])
     latent_chunks(*step[:2], *behind, out, queries=len(out) - first, scale=0.3, launch=AttentionLaunch(16, 4, 1))
-    expected = latent_attention(*step, scale=0.3, plain=True)
+    expected = latent_attention(*step, scale=0.3, reference=True)
     torch.testing.assert_close(out[first:], expected[first:], rtol=2e-6, atol=2e-6)
     assert out[:first].isnan().all(), "rows of other sequences are not written"
 
@@ -173,6 +173,6 @@ def test_rotation_and_write(heads: int) -> None:
     caches = torch.zeros(2, 3, 3, 4, rank + rotated)
     out, rotated_key = torch.empty(4, heads, rotated), torch.empty(4, rotated)
     rotate_write_latents(q, key, latent, tables, positions, caches[0, :, 1], slots, out, rotated_key)
-    expected = rotate_and_write_latents(q, key, latent, tables, positions, caches[1, :, 1], slots, plain=True)
+    expected = rotate_and_write_latents(q, key, latent, tables, positions, caches[1, :, 1], slots, reference=True)
     assert torch.equal(out, expected[0]) and torch.equal(rotated_key, expected[1])
     assert torch.equal(caches[0], caches[1]) and caches[0].any()

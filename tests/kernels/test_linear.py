@@ -221,7 +221,7 @@ def test_bf16_is_as_near_to_the_truth(compiler: str | None) -> None:
 )
 def test_every_gradient_of_a_decoder(compiler: str | None, spec: Any) -> None:
     tokens = some_tokens(spec, batch=2, seq=13)
-    reference, model = (built(spec, plain=True) for _ in range(2))
+    reference, model = (built(spec, reference=True) for _ in range(2))
     reference(tokens, targets=tokens.roll(-1, 1)).backward()
     wrap((module for module in model.modules() if isinstance(module, Block)), compiler, "selective")
     queue, sink = WeightQueue(), with_sink(model)

@@ -21,8 +21,8 @@ def tensors(dtype=torch.float64, device="cpu", tokens=TOKENS, hidden=HIDDEN, voc
     return h.to(device, dtype).requires_grad_(), w.to(device, dtype).requires_grad_(), targets.to(device)
 
 
-def value_and_gradients(hidden, weight, targets, chunk, *, plain=False, scale=1.0, cap=None):
-    loss = linear_cross_entropy(hidden, weight, targets, chunk, cap=cap, plain=plain).loss
+def value_and_gradients(hidden, weight, targets, chunk, *, reference=False, scale=1.0, cap=None):
+    loss = linear_cross_entropy(hidden, weight, targets, chunk, cap=cap, reference=reference).loss
     return loss, *torch.autograd.grad(loss * scale, (hidden, weight))
 
 
@@ -31,7 +31,7 @@ def test_equals_plain_in_value_and_both_gradients(chunk, cap):
     h, w, targets = tensors()
     for actual, expected in zip(
         value_and_gradients(h, w, targets, chunk, scale=0.37, cap=cap),
-        value_and_gradients(h, w, targets, chunk, plain=True, scale=0.37, cap=cap),
+        value_and_gradients(h, w, targets, chunk, reference=True, scale=0.37, cap=cap),
         strict=True,
     ):
         assert actual.dtype == torch.float64
@@ -41,7 +41,7 @@ def test_equals_plain_in_value_and_both_gradients(chunk, cap):
 def test_fp32_in_fp32_out():
     h, w, targets = tensors(torch.float32)
     for actual, expected in zip(
-        value_and_gradients(h, w, targets, 8), value_and_gradients(h, w, targets, 8, plain=True), strict=True
+        value_and_gradients(h, w, targets, 8), value_and_gradients(h, w, targets, 8, reference=True), strict=True
     ):
         assert actual.dtype == torch.float32
         assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-5)
@@ -52,7 +52,12 @@ def bfloat16_errors(device, **shape):
     h, w, targets = tensors(torch.bfloat16, device, **shape)
     actual = value_and_gradients(h, w, targets, 8, scale=1 / 3)
     exact = value_and_gradients(
-        h.detach().double().requires_grad_(), w.detach().double().requires_grad_(), targets, 8, plain=True, scale=1 / 3
+        h.detach().double().requires_grad_(),
+        w.detach().double().requires_grad_(),
+        targets,
+        8,
+        reference=True,
+        scale=1 / 3,
     )
     assert actual[0].dtype == torch.float32
     assert actual[1].dtype == actual[2].dtype == torch.bfloat16
@@ -90,7 +95,7 @@ def test_any_vocabulary_equals_plain(vocab, dtype):
     with torch.no_grad():  # a row whose padded logits, were they zeros, would win the softmax
         h[2] = -40 * w.sum(0)
     bound = 1e-12 if dtype == torch.float64 else 1e-5
-    expected = value_and_gradients(h, w, targets, 8, plain=True)
+    expected = value_and_gradients(h, w, targets, 8, reference=True)
     for actual, reference in zip(value_and_gradients(h, w, targets, 8), expected, strict=True):
         assert actual.shape == reference.shape and actual.is_contiguous()
         assert torch.allclose(actual, reference, rtol=bound, atol=bound)
@@ -109,7 +114,7 @@ def test_the_weight_is_padded_once_per_call(monkeypatch):
 
 def test_without_gradients_only_the_loss():
     h, w, targets = tensors()
-    expected = linear_cross_entropy(h, w, targets, 8, plain=True).loss
+    expected = linear_cross_entropy(h, w, targets, 8, reference=True).loss
     with torch.no_grad():
         assert torch.allclose(linear_cross_entropy(h, w, targets, 8).loss, expected, rtol=1e-13)
     detached = linear_cross_entropy(h.detach(), w.detach(), targets, 8).loss
@@ -121,7 +126,7 @@ def test_a_frozen_head_costs_no_weight_gradient():
     h, w, targets = tensors()
     loss = linear_cross_entropy(h, w.detach(), targets, 8).loss
     loss.backward()
-    expected = value_and_gradients(h, w, targets, 8, plain=True)[1]
+    expected = value_and_gradients(h, w, targets, 8, reference=True)[1]
     assert h.grad is not None
     assert torch.allclose(h.grad, expected, rtol=1e-12)
 
@@ -133,17 +138,17 @@ def test_nothing_to_predict_is_zero():
     assert all(not g.any() for g in gradients)
 
 
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("vocab", [48, 50])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_the_z_loss_is_in_the_gradient_and_beside_the_cross_entropy(dtype, bound, vocab, plain):
+def test_the_z_loss_is_in_the_gradient_and_beside_the_cross_entropy(dtype, bound, vocab, reference):
     h, w, targets = tensors(dtype, vocab=vocab)
     trained = targets >= 0
     logits = h @ w.t()
     cross_entropy = torch.nn.functional.cross_entropy(logits[trained], targets[trained], reduction="sum")
     squares = logits[trained].exp().sum(-1).log().square().sum()
     expected = torch.autograd.grad(0.37 * (cross_entropy + 0.2 * squares), (h, w))
-    sums = linear_cross_entropy(h, w, targets, 7, z_loss=0.2, plain=plain)
+    sums = linear_cross_entropy(h, w, targets, 7, z_loss=0.2, reference=reference)
     assert torch.allclose(sums.loss, cross_entropy, rtol=bound)
     assert torch.allclose(sums.squares, squares, rtol=bound) and not sums.squares.requires_grad
     for ours, theirs in zip(torch.autograd.grad(0.37 * sums.loss, (h, w)), expected, strict=True):

@@ -18,25 +18,25 @@ def tensors(dtype):
 def test_fast_equals_plain_with_gradients(norm):
     x, weight, bias = tensors(torch.float64)
     results = []
-    for plain in (True, False):
+    for reference in (True, False):
         if norm != "layer":
-            out = rms_norm(x, weight, 1e-5, plus_one=norm != "rms", plain=plain)
+            out = rms_norm(x, weight, 1e-5, plus_one=norm != "rms", reference=reference)
             results.append([out, *torch.autograd.grad(out.pow(3).sum(), (x, weight))])
         else:
-            out = layer_norm(x, weight, bias, 1e-5, plain=plain)
+            out = layer_norm(x, weight, bias, 1e-5, reference=reference)
             results.append([out, *torch.autograd.grad(out.pow(3).sum(), (x, weight, bias))])
     for plain_value, fast_value in zip(*results, strict=True):
         assert torch.allclose(plain_value, fast_value, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_statistics_are_wider_than_bfloat16(plain):
+@pytest.mark.parametrize("reference", [True, False])
+def test_statistics_are_wider_than_bfloat16(reference):
     x, weight, bias = tensors(torch.bfloat16)
     for actual, exact in (
-        (rms_norm(x, weight, 1e-5, plain=plain), rms_norm(x.double(), weight.double(), 1e-5, plain=True)),
+        (rms_norm(x, weight, 1e-5, reference=reference), rms_norm(x.double(), weight.double(), 1e-5, reference=True)),
         (
-            layer_norm(x, weight, bias, 1e-5, plain=plain),
-            layer_norm(x.double(), weight.double(), bias.double(), 1e-5, plain=True),
+            layer_norm(x, weight, bias, 1e-5, reference=reference),
+            layer_norm(x.double(), weight.double(), bias.double(), 1e-5, reference=True),
         ),
     ):
         assert actual.dtype == torch.bfloat16
@@ -50,10 +50,10 @@ def test_norm_of_a_known_vector():
     assert torch.allclose(layer_norm(x, vector, torch.zeros(2), 0.0), torch.tensor([-1.0, 1.0]))
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_one_is_added_to_a_weight_in_fp32(plain):
+@pytest.mark.parametrize("reference", [True, False])
+def test_one_is_added_to_a_weight_in_fp32(reference):
     """1 + 2^-9 is 1 in bf16: there the weights would change nothing."""
     x, weight = torch.linspace(-2, 2, 64).bfloat16(), torch.full((64,), 2.0**-9).bfloat16()
-    exact = rms_norm(x.double(), weight.double(), 1e-6, plus_one=True, plain=True).bfloat16()
-    assert torch.equal(rms_norm(x, weight, 1e-6, plus_one=True, plain=plain), exact)
-    assert not torch.equal(rms_norm(x, 1 + weight, 1e-6, plain=plain), exact)
+    exact = rms_norm(x.double(), weight.double(), 1e-6, plus_one=True, reference=True).bfloat16()
+    assert torch.equal(rms_norm(x, weight, 1e-6, plus_one=True, reference=reference), exact)
+    assert not torch.equal(rms_norm(x, 1 + weight, 1e-6, reference=reference), exact)

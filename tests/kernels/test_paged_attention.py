@@ -52,15 +52,15 @@ def filled_cache(
     sequences = []
     for index, length in enumerate(lengths):
         k, v = draws(index, (length, kv_heads, dim), (length, kv_heads, dim), dtype=dtype)
-        write_cache(k, v, layer, slots_of(tables[index], 0, length, block), plain=True)
+        write_cache(k, v, layer, slots_of(tables[index], 0, length, block), reference=True)
         sequences.append((k, v))
     assert cache[:, ::2].isnan().all(), "only the layer is written"
     return layer, tables, sequences
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("reference", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 6])
-def test_equals_attention_over_whole_sequences(window: int | None, plain: bool) -> None:
+def test_equals_attention_over_whole_sequences(window: int | None, reference: bool) -> None:
     layer, tables, sequences = filled_cache(LENGTHS, BLOCK, KV_HEADS, DIM, torch.float64)
     whole = [draws(50 + s, (length, HEADS, DIM))[0] for s, length in enumerate(LENGTHS)]
     counts = [min(count, length) or 1 for count, length in zip(COUNTS, LENGTHS, strict=True)]
@@ -69,11 +69,11 @@ def test_equals_attention_over_whole_sequences(window: int | None, plain: bool) 
         for sequence, (count, length) in enumerate(zip(counts, LENGTHS, strict=True)):
             tables[sequence, : max(0, length - count - window + 1) // BLOCK] = -1  # a freed block
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    out = paged_attention(q, layer, tables, lengths, starts_of(counts), window=window, plain=plain)
+    out = paged_attention(q, layer, tables, lengths, starts_of(counts), window=window, reference=reference)
     expected = []
     for x, (k, v), count, length in zip(whole[:-1], sequences[:-1], counts[:-1], LENGTHS[:-1], strict=True):
-        mask = make_mask(None, window, length, CPU, plain=True)
-        expected.append(attention(x[None], k[None], v[None], mask, plain=True)[0, -count:])
+        mask = make_mask(None, window, length, CPU, reference=True)
+        expected.append(attention(x[None], k[None], v[None], mask, reference=True)[0, -count:])
     assert torch.allclose(out[:-1], torch.cat(expected), rtol=0, atol=1e-13)
     assert not out[-1].any(), "padding gives zeros"
 
@@ -96,7 +96,7 @@ def test_prompts_equal_attention_of_each(window: int | None) -> None:
     prompt_attention(q, k, v, lengths, out, window=window)
     parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), lengths, strict=True)
     expected = [
-        attention(*(x[None] for x in part), make_mask(None, window, length, CPU, plain=True), plain=True)[0]
+        attention(*(x[None] for x in part), make_mask(None, window, length, CPU, reference=True), reference=True)[0]
         for *part, length in parts
     ]
     assert torch.allclose(out, torch.cat(expected), rtol=0, atol=1e-13)
@@ -140,5 +140,5 @@ def test_fp8_cache_divides_by_its_scales() -> None:
     step = [torch.tensor(values, dtype=torch.int32) for values in ([[0, 1]], [5], [0, 1])]
     out = paged_attention(q, layer, *step, scales=scales)
     mask = make_mask(None, None, 5, CPU)
-    expected = attention(q.expand(5, -1, -1)[None], stored[0][None], stored[1][None], mask, plain=True)[0, -1:]
+    expected = attention(q.expand(5, -1, -1)[None], stored[0][None], stored[1][None], mask, reference=True)[0, -1:]
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)

@@ -90,7 +90,7 @@ def test_decode(
         **(options := drawn_options(heads, further)),
         launch=AttentionLaunch(16, 4, 1),
     )
-    expected = paged_attention(q, layer, tables, context, starts, window=window, **options, plain=True)
+    expected = paged_attention(q, layer, tables, context, starts, window=window, **options, reference=True)
     torch.testing.assert_close(out, expected, rtol=2e-6, atol=2e-6)
 
 
@@ -128,7 +128,7 @@ def test_chunks(heads: int, kv_heads: int, dim: int, block: int, window: int | N
         **(options := drawn_options(heads, further)),
         launch=AttentionLaunch(16, 4, 1),
     )
-    expected = paged_attention(q, layer, tables, context, starts, window=window, **options, plain=True)
+    expected = paged_attention(q, layer, tables, context, starts, window=window, **options, reference=True)
     torch.testing.assert_close(out[first:], expected[first:], rtol=2e-6, atol=2e-6)
     assert out[:first].isnan().all(), "rows of other sequences are not written"
 
@@ -155,11 +155,13 @@ def test_rotation_and_write(heads: int, kv_heads: int, dim: int, rotary: bool) -
     keys = torch.empty(2, 4, kv_heads, dim)
     out = torch.empty(4, heads, dim)
     rotate_write(q, k, v, tables, positions, layers[0, :, 1], slots, out, keys[0], None)
-    expected = rotate_and_write(q, k, v, tables, positions, layers[1, :, 1], slots, rotated_keys=keys[1], plain=True)
+    expected = rotate_and_write(
+        q, k, v, tables, positions, layers[1, :, 1], slots, rotated_keys=keys[1], reference=True
+    )
     assert torch.equal(out, expected)
     assert torch.equal(layers[0], layers[1]) and torch.equal(keys[0], keys[1])
     rotate_write(k, k, v, None, slots, layers[0, :, 2], slots, None, None, None)
-    rotate_and_write(q, k, v, None, positions, layers[1, :, 2], slots, plain=True)
+    rotate_and_write(q, k, v, None, positions, layers[1, :, 2], slots, reference=True)
     assert torch.equal(layers[0], layers[1])
 
 
@@ -177,7 +179,7 @@ def test_heads_are_normed_before_rotation(dim: int, plus_one: bool) -> None:
     tables = (cos[0, :, 0], sin[0, :, 0])
     layers, out = torch.zeros(2, 3, 2, 2, 4, dim), torch.empty(4, 3, dim)
     rotate_write(q, k, v, tables, positions, layers[0], slots, out, None, None, norms)
-    expected = rotate_and_write(q, k, v, tables, positions, layers[1], slots, norms=norms, plain=True)
+    expected = rotate_and_write(q, k, v, tables, positions, layers[1], slots, norms=norms, reference=True)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(layers[0], layers[1], rtol=1e-6, atol=1e-6)
 
@@ -190,7 +192,7 @@ def test_fp8_cache() -> None:
 
     q, layer, tables, context, starts = step([20, 9], [2, 2], 16, 2, 2, 16, None)
     layer, scales = layer.nan_to_num(0.0).to(torch.float8_e4m3fn), torch.tensor([[0.5, 2.0], [0.25, 1.5]])
-    expected = paged_attention(q, layer, tables, context, starts, scales=scales, plain=True)
+    expected = paged_attention(q, layer, tables, context, starts, scales=scales, reference=True)
     launch, common = AttentionLaunch(16, 4, 1), {"queries": 2, "window": None, "scales": scales}
     decoded, chunked = torch.empty_like(q), torch.empty_like(q)
     paged_decode(q, layer, tables, context, decoded, splits=1, launch=launch, **common)

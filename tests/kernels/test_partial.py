@@ -39,7 +39,7 @@ def whole_of(rank_tensors):
     return sequence
 
 
-def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp, plain=True):
+def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp, reference=True):
     """Result and gradients, where every rank processes the other ranks' keys in the order of a ring."""
     rank_tensors = [[part_of(x, rank, ranks) for rank in range(ranks)] for x in (q, k, v, grad)]
     q_parts, k_parts, v_parts, grads = rank_tensors
@@ -56,7 +56,7 @@ def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp, plain=T
             source = (rank - ring_step) % ranks
             queries, keys, causal = visible_block(rank, source, q_part.shape[1])
             out, logsumexp = partial_attention(
-                q_part[:, queries], k_parts[source][:, keys], v_parts[source][:, keys], causal, plain=plain
+                q_part[:, queries], k_parts[source][:, keys], v_parts[source][:, keys], causal, reference=reference
             )
             if accumulator is None:
                 accumulator = AttentionAccumulator(out, logsumexp)
@@ -73,7 +73,7 @@ def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp, plain=T
                 accumulator.out[:, queries],
                 logsumexp_of(accumulator.logsumexp)[..., queries],
                 causal,
-                plain=plain,
+                reference=reference,
             )
             gradients[0][rank][:, queries] += q_grad
             gradients[1][source][:, keys] += k_grad
@@ -83,14 +83,14 @@ def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp, plain=T
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "operators"])
-def test_combined_parts_equal_attention_over_the_whole_sequence(ranks, kv_heads, plain):
+@pytest.mark.parametrize("reference", [True, False], ids=["reference", "operators"])
+def test_combined_parts_equal_attention_over_the_whole_sequence(ranks, kv_heads, reference):
     q, k, v = inputs(kv_heads=kv_heads)
-    expected = attention(q, k, v, plain=True)
+    expected = attention(q, k, v, reference=True)
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     truth = torch.autograd.grad(expected, (q, k, v), grad)
     with torch.no_grad():
-        out, gradients = ring(q, k, v, grad, ranks, plain=plain)
+        out, gradients = ring(q, k, v, grad, ranks, reference=reference)
         assert torch.allclose(out, expected, rtol=0, atol=1e-13)
         for ours, theirs in zip(gradients, truth, strict=True):
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-13)
@@ -99,7 +99,7 @@ def test_combined_parts_equal_attention_over_the_whole_sequence(ranks, kv_heads,
 def test_a_wrong_logsumexp_changes_the_gradients():
     q, k, v = inputs()
     grad = torch.ones_like(q)
-    truth = torch.autograd.grad(attention(q, k, v, plain=True), (q, k, v), grad)
+    truth = torch.autograd.grad(attention(q, k, v, reference=True), (q, k, v), grad)
     with torch.no_grad():
         _, gradients = ring(q, k, v, grad, 2, lambda logsumexp: logsumexp + 1e-3)
     assert not any(torch.allclose(ours, theirs, rtol=1e-6) for ours, theirs in zip(gradients, truth, strict=True))
@@ -118,9 +118,9 @@ def test_all_ranks_compute_equally_many_scores_in_each_ring_step():
 
 def test_bf16_attention_has_an_fp32_logsumexp():
     q, k, v = (x.detach().to(torch.bfloat16) for x in inputs())
-    out, logsumexp = partial_attention(q, k, v, True, plain=True)
+    out, logsumexp = partial_attention(q, k, v, True, reference=True)
     assert out.dtype == torch.bfloat16 and logsumexp.dtype == torch.float32
-    assert torch.equal(out, attention(q, k, v, plain=True))
+    assert torch.equal(out, attention(q, k, v, reference=True))
 
 
 @pytest.mark.gpu
@@ -138,12 +138,12 @@ def test_operators_that_return_the_logsumexp_equal_plain_attention(backend, shap
         monkeypatch.setattr(partial, "can_use_cudnn_attention", lambda params: False)
     assert partial._backend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), True) == backend
     results = []
-    for plain in (False, True):
-        accumulator = AttentionAccumulator(*partial_attention(q, k, v, True, plain=plain))
+    for reference in (False, True):
+        accumulator = AttentionAccumulator(*partial_attention(q, k, v, True, reference=reference))
         values = []
         for source in (0, 2):
             queries, keys, causal = visible_block(1, source, seq)
-            out, logsumexp = partial_attention(q[:, queries], v[:, keys], k[:, keys], causal, plain=plain)
+            out, logsumexp = partial_attention(q[:, queries], v[:, keys], k[:, keys], causal, reference=reference)
             accumulator.add(queries, out, logsumexp)
             values += [out, logsumexp]
         out = accumulator.out.to(q.dtype)
@@ -156,7 +156,7 @@ def test_operators_that_return_the_logsumexp_equal_plain_attention(backend, shap
                 out[:, queries],
                 accumulator.logsumexp[..., queries],
             )
-            values += partial_gradients(grad[:, queries], *inputs_of_part, causal, plain=plain)
+            values += partial_gradients(grad[:, queries], *inputs_of_part, causal, reference=reference)
         results.append(values)
-    for fast, plain in zip(*results, strict=True):
-        assert (fast.float() - plain.float()).abs().max() < 0.02 * plain.float().abs().max()
+    for fast, reference in zip(*results, strict=True):
+        assert (fast.float() - reference.float()).abs().max() < 0.02 * reference.float().abs().max()

@@ -46,7 +46,7 @@ def of_logits(spec: ModelSpec, batch: int, seq: int) -> Tensor:
 def test_choices_and_gradients_equal_those_of_torch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By several tiles, of which the last of each sequence is not full."""
     spec = SPECS[case]
-    moe = MoELayer(moe_of(spec), spec.hidden, plain=False, hooks=BlockHooks())
+    moe = MoELayer(moe_of(spec), spec.hidden, reference=False, hooks=BlockHooks())
     if moe.choice_bias is not None:
         moe.choice_bias.data = torch.linspace(-0.3, 0.3, spec.experts)
     moe.to(DEVICE)
@@ -66,7 +66,7 @@ def test_choices_and_gradients_equal_those_of_torch(case: str, monkeypatch: pyte
 def test_experts_without_probability_that_a_bias_chooses_have_finite_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their scores are divided by the least sum, which does not depend on the logits."""
     spec = replace(SPECS["a softmax with a bias"], experts=5, experts_per_token=2)
-    moe = MoELayer(moe_of(spec), spec.hidden, plain=False, hooks=BlockHooks())
+    moe = MoELayer(moe_of(spec), spec.hidden, reference=False, hooks=BlockHooks())
     assert moe.choice_bias is not None
     moe.choice_bias.data = torch.tensor([0.0, 0.0, 0.0, 2.0, 3.0])
     moe.to(DEVICE)

@@ -39,7 +39,7 @@ def test_the_kernel_equals_the_plain_twin(gelu: bool, shape: tuple[int, ...], dt
     x = torch.randn(shape, device="cuda", dtype=dtype) * 3
     grad_out = torch.randn(*shape[:-1], shape[-1] // 2, device="cuda", dtype=dtype)
     fast = gradient(x, grad_out, gelu=gelu)
-    true = gradient(x.double(), grad_out.double(), gelu=gelu, plain=True)
+    true = gradient(x.double(), grad_out.double(), gelu=gelu, reference=True)
     for ours, theirs in zip(fast, true, strict=True):
         assert (ours.double() - theirs).norm() / theirs.norm() < bound
 
@@ -53,5 +53,5 @@ def test_it_compiles_into_one_graph() -> None:
     loss.backward()
     assert weight.grad is not None
     ours, weight.grad = weight.grad, None
-    gated_activation(F.linear(x, weight), plain=True).square().sum().backward()
+    gated_activation(F.linear(x, weight), reference=True).square().sum().backward()
     torch.testing.assert_close(ours, weight.grad, rtol=1e-3, atol=1e-3)

@@ -19,7 +19,7 @@ PLAIN = FeedForwardSpec(width=WIDTH, activation="gelu")
 
 def network(activation: Activation, bias: bool) -> GatedMLP | MLP:
     torch.manual_seed(0)
-    module = feed_forward_of(FeedForwardSpec(width=WIDTH, activation=activation), HIDDEN, plain=True)
+    module = feed_forward_of(FeedForwardSpec(width=WIDTH, activation=activation), HIDDEN, reference=True)
     if bias:
         for linear in module.children():
             assert isinstance(linear, nn.Linear)

@@ -74,6 +74,6 @@ def test_the_kernel_draws_the_tokens_of_the_plain_operations() -> None:
         options = (
             (temperatures, seeds, positions) if len(each) == 6 else (temperatures[2:4], seeds[2:4], positions[2:4])
         )
-        plain = draw_from_scores(each, *options)
-        assert token_draw_triton.draw(each, *options, blocks=1).equal(plain)
-        assert plain[-3 if len(each) == 6 else 1] == 40
+        reference = draw_from_scores(each, *options)
+        assert token_draw_triton.draw(each, *options, blocks=1).equal(reference)
+        assert reference[-3 if len(each) == 6 else 1] == 40

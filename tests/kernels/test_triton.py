@@ -46,11 +46,11 @@ def test_sums(count: int, gradient_dtype: torch.dtype, out_dtype: torch.dtype) -
     gradient, total = (torch.randn(count) for _ in range(2))
     gradient, kernel_sum, by_torch = gradient.to(gradient_dtype), total.to(out_dtype), total.to(out_dtype)
     fused_add(kernel_sum, gradient)
-    add(by_torch, gradient, plain=True)
+    add(by_torch, gradient, reference=True)
     assert next_to(kernel_sum, by_torch)
     factor, out = torch.tensor(1 / 3), torch.empty(count, dtype=out_dtype)
     fused_scale(out, gradient, factor)
-    assert next_to(out, scale(gradient, factor, out_dtype, plain=True))
+    assert next_to(out, scale(gradient, factor, out_dtype, reference=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -70,7 +70,7 @@ def test_pack(ranks: int, gradient_dtype: torch.dtype) -> None:
     offset = 0
     for gradient in gradients:
         offset += copy_rows(gradient, packed, ranks, offset, elements_per_rank)
-    pack(gradients, by_torch, ranks, plain=True)
+    pack(gradients, by_torch, ranks, reference=True)
     assert offset == elements_per_rank and same(packed, by_torch)
 
 
@@ -88,7 +88,7 @@ def test_gated_activation(shape: tuple[int, ...], gelu: bool, weighted: bool, dt
     actual_inputs = [tensor.clone().requires_grad_() for tensor in tensors]
     exact_inputs = [tensor.double().requires_grad_() for tensor in tensors]
     ours = fused_gated_activation(*actual_inputs, gelu=gelu)
-    theirs = gated_activation(*exact_inputs, gelu=gelu, plain=True)
+    theirs = gated_activation(*exact_inputs, gelu=gelu, reference=True)
     ours.backward(grad_out)
     theirs.backward(grad_out.double())
     bound = torch.finfo(dtype).eps

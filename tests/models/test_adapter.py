@@ -24,7 +24,7 @@ MODELS = {name: spec for name, spec in ALL.items() if not spec.prediction_depth}
 
 def built(spec: ModelSpec, *, draw: bool = False) -> Decoder:
     """The decoder in float64; `draw`: with random B and magnitudes, so that adapters change its output."""
-    model = Decoder(spec, plain=True).double()
+    model = Decoder(spec, reference=True).double()
     initialise(model, spec, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -70,13 +70,13 @@ def test_fast_equals_plain(model_name):
     documents = (torch.arange(40) // 13).expand(2, -1)
     targets = tokens.roll(-1, 1).index_fill(1, torch.tensor([5, 39]), -100)
     results = []
-    for plain in (False, True):
-        model = built(spec, plain=plain)
+    for reference in (False, True):
+        model = built(spec, reference=reference)
         loss = model(tokens, targets=targets, documents=documents)
         gradients = torch.autograd.grad(loss, [weight for weight in model.parameters() if weight.requires_grad])
         results.append([model(tokens, documents=documents), loss, *gradients])
-    for fast, plain in zip(*results, strict=True):
-        assert torch.allclose(fast, plain, rtol=1e-10, atol=1e-12)
+    for fast, reference in zip(*results, strict=True):
+        assert torch.allclose(fast, reference, rtol=1e-10, atol=1e-12)
 
 
 def test_loss_is_the_sum_over_counted_targets():
@@ -156,7 +156,7 @@ def test_variants_equal_a_naive_implementation(spec):
 def test_flops_of_the_spec_equal_those_of_torch_s_counter(model_name):
     """The counter counts executed operations: plain attention computes all scores, which `causal=False` counts too."""
     spec, seq = TRAINABLE[model_name], 32
-    model, tokens = built(spec, plain=True), some_tokens(spec, seq=seq)
+    model, tokens = built(spec, reference=True), some_tokens(spec, seq=seq)
     with FlopCounterMode(display=False) as counter:
         model(tokens, targets=tokens).backward()
     assert counter.get_total_flops() == flops_per_token(spec, seq, causal=False) * tokens.numel()
@@ -168,8 +168,8 @@ def test_the_chunked_loss_has_as_many_flops_as_the_plain_loss():
     Wider dtypes accumulate with an in-place matmul that the counter does not count.
     """
     counts, spec = [], replace(LLAMA, vocab_size=136)
-    for plain in (False, True):
-        head = built(spec, plain=plain, dtype=torch.bfloat16).head
+    for reference in (False, True):
+        head = built(spec, reference=reference, dtype=torch.bfloat16).head
         hidden = torch.randn(2, 40, LLAMA.hidden, dtype=torch.bfloat16, requires_grad=True)
         with FlopCounterMode(display=False) as counter:
             head(hidden, torch.zeros(2, 40, dtype=torch.long)).loss.backward()
@@ -180,7 +180,7 @@ def test_the_chunked_loss_has_as_many_flops_as_the_plain_loss():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_low_precision_stays_near_float64(dtype):
     tokens = some_tokens(LLAMA)
-    exact = built(LLAMA, plain=True)(tokens, targets=tokens)
+    exact = built(LLAMA, reference=True)(tokens, targets=tokens)
     loss = built(LLAMA, dtype=dtype)(tokens, targets=tokens)
     assert loss.dtype == torch.float32
     assert abs(loss / exact - 1) < (1e-2 if dtype == torch.bfloat16 else 1e-5)

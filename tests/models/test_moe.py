@@ -52,10 +52,10 @@ def naive(moe: MoELayer, spec: Any, token: torch.Tensor) -> tuple[torch.Tensor, 
     return y + (shared if moe.shared_gate is None else torch.sigmoid(moe.shared_gate(token)) * shared), chosen
 
 
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("model_name", MOE_LAYERS)
-def test_every_token_is_routed_to_its_most_probable_experts(model_name: str, plain: bool) -> None:
-    spec, moe, x = MOE_LAYERS[model_name], moe_of(model_name, plain=plain), some_input()
+def test_every_token_is_routed_to_its_most_probable_experts(model_name: str, reference: bool) -> None:
+    spec, moe, x = MOE_LAYERS[model_name], moe_of(model_name, reference=reference), some_input()
     routed = moe(x)
     loads = torch.zeros(2, spec.experts, dtype=torch.float64)
     for sequence in range(2):
@@ -166,7 +166,7 @@ def test_a_block_compiles_whole(model_name: str) -> None:
 def test_the_host_reads_no_value_before_the_experts() -> None:
     """On the meta device the host can read no value; the whole block runs there."""
     with torch.device("meta"):
-        moe = MoELayer(described_moe(MIXTRAL), MIXTRAL.hidden, plain=False, hooks=BlockHooks())
+        moe = MoELayer(described_moe(MIXTRAL), MIXTRAL.hidden, reference=False, hooks=BlockHooks())
         routed = moe(torch.empty(2, 12, MIXTRAL.hidden))
     assert isinstance(routed, RoutedOutput)
     assert routed.x.shape == (2, 12, MIXTRAL.hidden) and routed.load.shape == (MIXTRAL.experts,)

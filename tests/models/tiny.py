@@ -350,10 +350,10 @@ RECOMBINED["granite moe shared"] = replace(
 """Mechanisms of the models above, together as families have them."""
 
 
-def built(spec, *, plain=False, dtype=torch.float64, loss_chunk=16, vary=True):
+def built(spec, *, reference=False, dtype=torch.float64, loss_chunk=16, vary=True):
     """A model with its initial values; `vary` adds noise to norms and biases, so that a missing one changes the output."""
     with torch.device("meta"):
-        model = Decoder(spec, plain=plain, loss_chunk=loss_chunk)
+        model = Decoder(spec, reference=reference, loss_chunk=loss_chunk)
     model = model.to(dtype).to_empty(device="cpu")
     initialise(model, spec, seed=1)
     if vary:

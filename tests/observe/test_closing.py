@@ -28,6 +28,13 @@ def test_a_finished_run_is_sampled_and_measured_next(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("ends", "question"), [([], "--prompt 'The '"), ([{"id": 5}], "--chat --prompt 'Hello'")])
+def test_a_run_on_chats_is_asked_in_a_chat(tmp_path: Path, ends: list[dict[str, int]], question: str) -> None:
+    folder = run_folder(tmp_path / "sft", validated=False)
+    (folder / "text_format.json").write_text(json.dumps({"answer_ends": ends}))
+    assert closing_lines(folder, 0)[1:] == [f"next: meshwright generate {folder} {question}"]
+
+
 @pytest.mark.parametrize(
     ("missing", "commands"), [("checkpoint", []), ("tokenizer", ["eval"]), ("validated", ["generate"])]
 )

@@ -247,7 +247,8 @@ def test_parameters_are_counted_from_the_configuration(folder):
 def test_the_plan_is_drawn_by_node_and_coordinate(folder):
     page = page_of(folder)
     assert page.classes().count("rank") == 8 and page.classes().count("node") == 2
-    assert "replicate 2 (between nodes) × shard 4 = 8 ranks" in page.text
+    assert "HSDP 2×4 (ZeRO-" in page.text
+    assert "replicate 2 (DDP, between nodes) × shard 4 (FSDP) = 8 ranks" in page.text
     assert "32 sequences a step = 8 ranks × 2 at a time × 2 accumulated" in page.text
     assert re.search(r"6replicate 1shard 2", page.text)
     assert (
@@ -351,11 +352,16 @@ def test_hostile_text_is_shown_and_never_acts(folder):
     assert HOSTILE in page.text and "<b onclick=x>'&" in page.text
 
 
-@pytest.mark.parametrize("missing", ["config.yaml", "plan.yaml", "environment.json", "summary.json", "samples.json"])
+@pytest.mark.parametrize("missing", ["config.yaml", "plan.yaml", "environment.json", "summary.json"])
 def test_a_missing_file_is_named(folder, missing):
     (folder / missing).unlink()
     page = page_of(folder)
     assert f"{missing}: No such file" in page.text and "Loss" in page.text
+
+
+def test_a_run_without_samples_lacks_nothing(folder):
+    (folder / "samples.json").unlink()
+    assert "Not in this report" not in page_of(folder).text
 
 
 def test_an_empty_folder_still_gives_a_page(tmp_path):

@@ -154,6 +154,30 @@ CASES = {
         "model=mixtral-8x7b cluster.gpu=RTX6000-Ada cluster.nodes=1 cluster.gpus_per_node=8 train.seq_len=2048 train.global_batch=24",
         "plan.gradients=shard plan.context_ulysses=1",
     ),
+    "what fits is far slower than what fits by the closed form only": (
+        "model=gpt3-175b cluster.gpu=B300 cluster.nodes=1 cluster.gpus_per_node=6 train.seq_len=512 train.global_batch=512",
+        "plan.micro_batch=1 plan.gradients=shard",
+    ),
+    "virtual stages that wait for the one with the head": (
+        "model=llama3-8b cluster.gpu=H20 cluster.nodes=64 cluster.gpus_per_node=6 train.seq_len=8192 train.global_batch=1024 "
+        "cluster.network.port_gb_per_s=20",
+        "plan.reshard=false plan.offload=none",
+    ),
+    "gathers of a layered pipeline, which the waits of its ranks hide": (
+        "model=gpt3-175b cluster.gpu=RTX6000-Ada cluster.nodes=16 cluster.gpus_per_node=8 train.seq_len=2048 train.global_batch=8 "
+        "cluster.network.port_gb_per_s=5 plan.linear=fp8_tensorwise",
+        "plan.pipeline=8",
+    ),
+    "sums over replicas after the weight halves of split backwards": (
+        "model=qwen3-30b-a3b cluster.gpu=H20 cluster.nodes=64 cluster.gpus_per_node=8 train.seq_len=2048 train.global_batch=128 "
+        "plan.schedule=zbv",
+        "plan.replicate=4",
+    ),
+    "a V-shaped placement, whose sums over replicas come at the end": (
+        "model=llama3-8b cluster.gpu=H800 cluster.nodes=3 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=8 "
+        "cluster.network.port_gb_per_s=18 plan.replicate=2 plan.linear=fp8_tensorwise",
+        "plan.schedule=zbv",
+    ),
 }
 """Questions whose answers were once more than 2% slower than with the pins."""
 

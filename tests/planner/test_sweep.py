@@ -27,6 +27,7 @@ from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, Gradients, LayerStrategy, Offload, Recompute
 from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import ModelSection, RunSpec
+from meshwright.workload.layouts import Layouts
 
 
 @st.composite
@@ -112,15 +113,14 @@ def check(run: RunSpec) -> None:
     if not np.isfinite(fastest):
         assert len(result.seconds) == 0
         return
-    assert result.seconds[0] == pytest.approx(fastest, rel=1e-9)
+    # The sweep counts the bytes of a share of the state by parameters, the reference by the memory of two shares.
+    assert result.seconds[0] == pytest.approx(fastest, rel=1e-4)
 
 
 def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) -> float:
     """Prices every point with every strategy and every number of low-memory layers."""
     pins, layers, best = run.plan, run.model.layers, np.inf
     assert isinstance(pins, PlanKeys)
-    sharded = space.column("shard") * space.column("context") > 1
-    layered = space.schedule == SCHEDULES.index("breadth_first")
     modes = recomputes(run)
     reshards = (False, True) if pins.reshard is None else (pins.reshard,)
     offloads: tuple[Offload, ...] = ("none", "activations", "optimizer", "both")
@@ -131,13 +131,17 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) 
             layer = LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=offload)
             layout = layouts(run, space, layer)
             ends[reshard, mode] = closed_form_cost(priced, layout).seconds, peak_rank_bytes(run, layout)
+            if layer.optimizer_offloaded:
+                seconds = closed_form_cost(priced, _with_least_state(run, space, layer, memory_limit)).seconds
+                legal = _gradients_legal(space, gradients) & (ends[reshard, mode][1] <= memory_limit)
+                best = min(best, seconds[legal].min(initial=np.inf))
         for (first_end, first), (second_end, second) in product(ends.items(), ends.items()):
             # Layers differ in one thing at a time; a line is the same from either end.
             if (first_end[0] != second_end[0]) + (first_end[1] != second_end[1]) > 1 or first_end[0] > second_end[0]:
                 continue
-            legal = np.ones(len(space), bool)  # a single shard rank casts weights to bf16, which it may free too
-            if gradients == "whole":
-                legal = legal & sharded & (space.accumulate > 1) & ~layered
+            legal = _gradients_legal(
+                space, gradients
+            )  # a single shard rank casts weights to bf16, which it may free too
             shares = np.arange(layers + 1)[:, None] / layers
             seconds, memory = ((1 - shares) * a + shares * b for a, b in zip(first, second, strict=True))
             best = min(best, seconds[legal & (memory <= memory_limit)].min(initial=np.inf))
@@ -151,9 +155,7 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) 
                 for value in (here, offload)
             )
             high_memory, low_memory = layouts(run, space, kept), layouts(run, space, offloading)
-            legal = np.ones(len(space), bool)
-            if gradients == "whole":
-                legal = legal & sharded & (space.accumulate > 1) & ~layered
+            legal = _gradients_legal(space, gradients)
             for count in range(1, layers + 1):
                 share = count / layers
                 moved = closed_form_cost(priced, replace(low_memory, offload_activations=share)).seconds
@@ -163,6 +165,30 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) 
                 memory = (1 - share) * vanishing + share * peak_rank_bytes(run, low_memory)
                 best = min(best, seconds[legal & (memory <= memory_limit)].min(initial=np.inf))
     return best
+
+
+def _gradients_legal(space: Points, gradients: Gradients) -> np.ndarray:
+    """For each point, whether gradients of this kind differ there from the other kind."""
+    if gradients == "shard":
+        return np.ones(len(space), bool)
+    sharded = space.column("shard") * space.column("context") > 1
+    return sharded & (space.accumulate > 1) & (space.schedule != SCHEDULES.index("breadth_first"))
+
+
+def _with_least_state(run: RunSpec, space: Points, layer: LayerStrategy, memory_limit: float) -> Layouts:
+    """The points' layouts with the least share of the optimizer's state in host memory with which they fit.
+
+    Memory is linear in the share, so two pinned shares tell it.
+    """
+
+    def pinned(share: float) -> RunSpec:
+        assert isinstance(run.plan, PlanKeys)
+        return replace(run, plan=replace(run.plan, offload_fraction=share))
+
+    whole, half = (peak_rank_bytes(pinned(share), layouts(run, space, layer)) for share in (1.0, 0.5))
+    layout = layouts(run, space, layer)
+    kept = np.clip((memory_limit - whole) / (2 * (half - whole)), 0.0, 1.0)
+    return replace(layout, state_bytes=layout.state_bytes * (1 - kept))
 
 
 def test_all_but_attention_is_tried_where_attention_is_long() -> None:

@@ -153,3 +153,13 @@ def test_the_planner_takes_fp8_only_when_asked() -> None:
     for words, expected in dtypes_by_words.items():
         precision = search(run_of(*PINS, *words)).best.plan.precision
         assert (precision.linear, precision.gather) == expected
+
+
+def test_a_plan_with_copied_experts_is_changed_too() -> None:
+    pins = ("shard=2", "expert=2", "expert_policy=hecate", "expert_slots=4", "micro_batch=1", "recompute=none")
+    words = ["model=qwen3-30b-a3b", "model.layers=4", "cluster.gpu=H200", "cluster.gpus_per_node=2", "train.steps=1"]
+    run = load_run(None, [*words, "train.global_batch=4", "train.seq_len=4096", *(f"plan.{pin}" for pin in pins)])
+    plan = search(run).best.plan
+    assert plan.experts is not None and plan.experts.policy == "hecate"
+    changes = {change.name.partition(" (")[0]: change for change in what_if(run, plan)}
+    assert changes["twice the batch"].gain > 0 and changes["twice the links in a node"].gain > 0

@@ -149,7 +149,7 @@ def test_probabilities_are_those_of_the_distribution_that_was_sampled(
     answers, run = stored_answers(tmp_path), load_run(questions, HOT)
     data = open_data(run.data, seq_len=32, seed=0, conversations=True)
     assert data.tokenizer_file is not None
-    tokenizer, model = open_tokenizer(data.tokenizer_file), Decoder(run.model, plain=True).double()
+    tokenizer, model = open_tokenizer(data.tokenizer_file), Decoder(run.model, reference=True).double()
     initialise(model, run.model, seed=run.seed)
     for answer in answers:
         with torch.no_grad():

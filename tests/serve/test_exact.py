@@ -86,11 +86,13 @@ def test_the_engine_samples_with_the_probabilities_of_the_trainer(name: str) -> 
 def test_exact_attention_equals_attention_and_has_its_gradients(documents: list[list[int]] | None) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 32, heads, 16, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
-    mask = make_mask(None if documents is None else torch.tensor(documents), None, 32, torch.device("cpu"), plain=True)
+    mask = make_mask(
+        None if documents is None else torch.tensor(documents), None, 32, torch.device("cpu"), reference=True
+    )
     gradients: list[list[Tensor]] = []
     for function in (attention, exact_attention):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = function(*inputs, mask, plain=True)
+        out = function(*inputs, mask, reference=True)
         weights = torch.arange(out.numel(), dtype=out.dtype).view_as(out).cos()
         gradients.append([out, *torch.autograd.grad((out * weights).sum(), inputs)])
     for ours, theirs in zip(*gradients, strict=True):

@@ -15,8 +15,8 @@ from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["several", "one"])
 def test_logits_are_those_of_the_plain_reference(spec, prompts) -> None:
     logits = []
-    for plain in (False, True):
-        engine = engine_of(built(spec, plain=plain, dtype=torch.float32))
+    for reference in (False, True):
+        engine = engine_of(built(spec, reference=reference, dtype=torch.float32))
         seen = record_logits(engine)
         texts(engine, prompts)
         logits.append(torch.cat([torch.stack(seen[number]) for number in range(len(prompts))]))

@@ -62,7 +62,7 @@ def test_other_models_take_the_general_path(spec) -> None:
 
 
 def test_a_changed_model_takes_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not supported(built(LLAMA, dtype=torch.float32, plain=True))
+    assert not supported(built(LLAMA, dtype=torch.float32, reference=True))
     assert not supported(built(LLAMA, dtype=torch.bfloat16), torch.bfloat16)
     divided = tiny(LLAMA)
     divided.layers["1"].attention.heads //= 2

@@ -52,7 +52,7 @@ COUNTED = {GROUPED_OPERATOR.overloadpacket: grouped_flops}
 def test_a_table_counts_the_flops_that_torch_counts(name: str) -> None:
     """In the reference implementation, which computes the whole square of attention's scores."""
     spec = MODELS[name]
-    model = built(spec, plain=True)
+    model = built(spec, reference=True)
     tokens = torch.zeros(2, 24, dtype=torch.long)
     shared = model.shared_inputs(tokens, None, None, torch.float64)
     x = torch.randn(2, 24, spec.hidden, dtype=torch.float64)

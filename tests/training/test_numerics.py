@@ -63,6 +63,17 @@ def test_a_value_that_is_not_finite_ends_the_run(loss: float, norm: float) -> No
         policy().check(record(3, loss, norm))
 
 
+@pytest.mark.parametrize(
+    ("newest", "advice"),
+    [(0, "there is no checkpoint yet, so begin again (--fresh)"), (40, "from the checkpoint of step 40 (name=…")],
+)
+def test_the_advice_after_a_failure_names_a_checkpoint_only_if_there_is_one(newest: int, advice: str) -> None:
+    numerics = NumericalPolicy(TrainSpec(steps=100, global_batch=8), newest_checkpoint=lambda: newest)
+    with pytest.raises(NumericalFailure) as failure:
+        numerics.check(record(43, math.nan, math.nan))
+    assert advice in str(failure.value) and ("rollback_skip" in str(failure.value)) is (newest > 0)
+
+
 def test_skipping_counts_no_update_and_ends_after_many_in_a_row() -> None:
     numerics = after_good_steps(policy(on_nonfinite="skip"), 4)
     for step in range(5, 4 + MOST_SKIPS):

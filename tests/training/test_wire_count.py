@@ -80,8 +80,8 @@ def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(tiny: Path, tmp_p
     assert answer.returncode == 0, answer.stderr
     assert assert_counted(tmp_path / "tiny") in answer.stdout
     if plan == "pipeline":
-        assert "plan: pipeline 2, zbv; micro-batch 2 × 4" in answer.stdout
-        assert "pipeline 2 (between nodes) = 2 ranks" in (tmp_path / "tiny" / "report.html").read_text()
+        assert "plan: PP 2, zero-bubble V (zbv), micro-batch 2 × 4" in answer.stdout
+        assert "pipeline 2 (PP, between nodes) = 2 ranks" in (tmp_path / "tiny" / "report.html").read_text()
 
 
 def assert_counted(run: Path) -> str:

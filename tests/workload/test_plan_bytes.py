@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.spec.blocks.adapter import AdapterSpec
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.model import ModelSpec, layer_parameters, parameter_count
+from meshwright.spec.model import ModelSpec, layer_parameters, parameter_count, trained_parameter_count
 from meshwright.spec.plan import BatchPlan, ExpertPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from meshwright.workload.activations import activation_bytes
 from meshwright.workload.buffers import STAGING_BUFFERS
@@ -260,7 +261,9 @@ def test_memory_of_layers_with_different_strategies() -> None:
     memory, recomputed = fullest_memory(mixed), fullest_memory(plan({"shard": 4}, recompute="full"))
     saved = 4 * STREAM + 4 * TOKENS * SAVED
     assert memory["activations"] == saved + RECOMPUTED + BACKWARD_TEMPORARIES + SCRATCH
-    assert memory["gathered"] - recomputed["gathered"] == 2 * 2 * BLOCK
+    assert memory["gathered"] - recomputed["gathered"] == 2 * 2 * BLOCK + 2 * TABLE, (
+        "the embedding is kept as the first half is"
+    )
     swapped = (replace(halves[1], range="0-3"), replace(halves[0], range="4-7"))
     assert fullest_memory(replace(mixed, layers=swapped))["activations"] == saved + SCRATCH
 
@@ -323,6 +326,24 @@ def test_the_token_exchange_by_kernels_has_room_for_its_bound() -> None:
         messages, kernels = (fullest_rank_memory(MOE, TRAIN, each, cpu=False) for each in (whole, peers))
         assert kernels["framework"] - messages["framework"] == 2 * room * 2 * TOKENS * HIDDEN * 2
         assert kernels["activations"] > messages["activations"]
+
+
+def test_layers_with_experts_and_without_them_share_their_states_by_parameters() -> None:
+    """The first two of 8 layers are dense. Each of 4 ranks has a fourth of all states, and gathers two of 8 experts."""
+    experts = replace(plan({"shard": 4}), experts=ExpertPlan(expert=4))
+    layers = (LayerStrategy(range="0-1", offload="optimizer"), LayerStrategy(range="2-7"))
+    offloaded = fullest_rank_memory(MOE, TRAIN, replace(experts, layers=layers), cpu=False)
+    on_host = 2 * BLOCK + TABLE
+    assert offloaded["weights"] == pytest.approx(parameter_count(MOE) - on_host / 2, rel=1e-6)
+    adapted = replace(MOE, adapter=AdapterSpec(rank=16, experts=False))
+    memory = fullest_rank_memory(adapted, TRAIN, experts, cpu=False)
+    assert memory["optimizer"] == pytest.approx(8 * trained_parameter_count(adapted) / 4, rel=1e-6)
+
+
+def test_a_pair_of_micro_batches_has_two_gradients_of_the_heads_input() -> None:
+    """The forward of the loss computes them, for both micro-batches before the first backward."""
+    alone, paired = (fullest_memory(plan({"shard": 4}, schedule, recompute="full")) for schedule in ("1f1b", "paired"))
+    assert (alone["logits"], paired["logits"]) == (STREAM, 2 * STREAM)
 
 
 def test_allocated_bytes_exclude_the_framework() -> None:

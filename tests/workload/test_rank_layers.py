@@ -17,10 +17,10 @@ def test_columns_are_those_of_the_stage_table(name: ScheduleName, virtual: int) 
     head_rank = 0 if name == "zbv" else -1
     for layers, head in product((28, 32, 61, 126), (0.0, 0.4, 2.2, 5.7)):
         ranks = [count for count in (1, 2, 3, 4, 8) if layers >= count * virtual]
-        fullest, with_head = balanced_layers(layers, head, np.array(ranks), virtual, float(name == "zbv"))
+        columns = balanced_layers(layers, head, np.array(ranks), virtual, float(name == "zbv"))
         for index, count in enumerate(ranks):
             table = balanced_stages(name, count, layers, head, virtual)
             counts = [sum(map(len, stages)) for stages in table]
-            assert with_head[index] == counts[head_rank]
-            assert max(fullest[index], with_head[index]) == max(counts)
-            assert (fullest[index], with_head[index]) == table_layers(table)
+            assert columns.with_head[index] == counts[head_rank]
+            assert max(columns.fullest[index], columns.with_head[index]) == max(counts)
+            assert tuple(column[index] for column in columns) == table_layers(table)

@@ -1,7 +1,7 @@
 """Looks up the dimensions of public model families by name.
 
 Sources: each family's published config.json or paper. A name is compared without case, spaces or punctuation.
-Dimensions that a caller gives replace those of the table.
+Dimensions that a caller gives replace the dimensions in the table.
 """
 
 from __future__ import annotations
@@ -250,7 +250,9 @@ class PublishedAttentionSpec:
     heads: Any
     """Number of heads."""
     head_dim: Any
+    """Size of a query head."""
     value_head_dim: Any
+    """Size of a value head."""
     kv_width: Any
     """Width of keys and values together, as they are saved and exchanged."""
     columns: Any
@@ -301,8 +303,9 @@ class PublishedAttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedMixerSpec:
-    """A state-space or linear-attention layer as one linear layer of `columns` outputs; its other work is not
-    predicted.
+    """A state-space or linear-attention layer as one linear layer of `columns` outputs.
+
+    Its other work is not predicted.
     """
 
     MODULE: ClassVar[str] = "mixer"
@@ -310,6 +313,7 @@ class PublishedMixerSpec:
     OUTPUT_NORM: ClassVar[str] = "mixer_output_norm"
 
     columns: Any
+    """Outputs of the linear layer."""
 
     def operations(self, place: BodyPlace) -> Iterator[Op]:
         """Yield the linear layer."""

@@ -199,8 +199,9 @@ _MLPERF_ROUNDS = {"3.0": 2023.4, "3.1": 2023.8, "4.0": 2024.4, "4.1": 2024.8, "5
 
 
 def release_of(source: str, note: str) -> float:
-    """Return the release date of the software that a record names, in years after the start of 2025; 0 if it names
-    none.
+    """Return the release date of the software that a record names, in years after the start of 2025.
+
+    The result is 0 if it names none.
     """
     mlperf = re.search(r"training_results_v(\d\.\d)", source)
     if mlperf:

@@ -75,8 +75,8 @@ def memory(
 ) -> dict[str, np.ndarray]:
     """Return the bytes of all cases by category, in arrays of shape (cases,).
 
-    They are the bytes of the fullest pipeline stage. With `as_printed`, they are those of the stage whose memory the
-    case's software prints.
+    They are the bytes of the fullest pipeline stage, or with `as_printed` of the stage whose memory the case's software
+    prints.
     """
     shape: Shape = side_by_side([case.shape for case in cases])
     layout: Layouts = side_by_side([case.layout for case in cases])

@@ -31,7 +31,7 @@ class Convention:
     layout: Mapping[str, float] = field(default_factory=dict)
     """Values of fields of `workload.layouts.Layouts` for which there is no column."""
     stack: str = ""
-    """The training software, if it is not the one that the name of the source implies."""
+    """The training software, if the name of the source implies another one."""
     release: float = 0.0
     """Year of the software, for records that do not name a release."""
     refused: bool = False
@@ -51,8 +51,9 @@ class Convention:
 
 
 def _recipe(model: str, gpu: str, containers: str, because: str, **layout: float) -> Convention:
-    """Return a convention from Megatron-Bridge's performance recipes of a model on a device; `containers` is a regular
-    expression.
+    """Return a convention from Megatron-Bridge's performance recipes of a model on a device.
+
+    `containers` is a regular expression.
     """
     only = {"model": model, "gpu": gpu, "note": f"container ({containers})"}
     return Convention(source="megatron-bridge", only=only, layout=layout, because=because)

@@ -21,8 +21,8 @@ from meshwright.spec.rank_environment import ATTEMPT_VARIABLE, HOST_VARIABLE
 VARIABLE = "MESHWRIGHT_CHAOS_CODE"
 """Environment variable that tells the injected code which faults to cause, separated by semicolons.
 
-`FAULT:RANK:STEP` or `FAULT:RANK:STEP:ATTEMPTS` disturbs a rank in one step, once in each of the first ATTEMPTS
-attempts (by default only in the first attempt):
+`FAULT:RANK:STEP` or `FAULT:RANK:STEP:ATTEMPTS` disturbs a rank in one step, once in each of the first ATTEMPTS attempts
+(by default only in the first attempt):
 
 - `nan`, `spike` and `bit` change a weight: to NaN, to a huge value, by one bit
 - `gradient` sets a reduced gradient to NaN

@@ -12,21 +12,17 @@ from meshwright.chaos.processes import children, command, processes_with, send
 from meshwright.chaos.scenario import Scenario, Stage
 
 LOST_SECONDS = 10.0
+"""Most seconds between the loss of a host and its detection."""
 REPLACED_SECONDS = 25.0
-"""`LOST_SECONDS`: most seconds between the loss of a host and its detection.
-
-`REPLACED_SECONDS`: until the next step.
-"""
+"""Most seconds between the loss of a host and the next step."""
 FAILOVER_SECONDS = 20.0
 """Most seconds between the loss of the coordinator's host and the next step."""
 HEALED_SECONDS = 5.0
 """Most seconds between the end of a network partition and the next step."""
 FLAP_SECONDS = 3.0
+"""Seconds without a link that are too short for the host to count as lost."""
 PARTITION_SECONDS = 20.0
-"""Seconds without a link.
-
-`FLAP_SECONDS` is too short for the host to count as lost, `PARTITION_SECONDS` is long enough.
-"""
+"""Seconds without a link after which the host counts as lost."""
 FLAP_HANG_SECONDS = 10.0
 """Limit of a hang, in seconds, in the scenario with a short interruption.
 

@@ -1,8 +1,8 @@
 """Emulates several hosts on one machine. Without root, hosts are only processes on the loopback interface.
 
-Each emulated host has a network namespace with a link to a switch, a hostname, a /dev/shm, and an /etc/hosts that
-names all hosts. It can also have a /tmp of its own. Links can be slow, delayed or lossy. They can be down, or stay up
-while the switch drops everything.
+Each emulated host has a network namespace with a link to a switch, a hostname, a /dev/shm, and an /etc/hosts that names
+all hosts. It can also have a /tmp of its own. Links can be slow, delayed or lossy. They can be down, or stay up while
+the switch drops everything.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ exec cat
 """
 """Script of a process that keeps the namespaces of a host until its standard input ends.
 
-Arguments: the host's name, its /etc/hosts, the folder of its own /tmp or nothing, and folders of /tmp that stay
-shared.
+Arguments: the host's name, its /etc/hosts, the folder of its own /tmp or nothing, and folders of /tmp that stay shared.
 """
 
 
@@ -83,10 +82,7 @@ class Links:
 
 
 class Hosts:
-    """Emulated hosts, numbered from 0.
-
-    Without root they share the loopback interface, and their links cannot be cut.
-    """
+    """Emulated hosts, numbered from 0. Without root they share the loopback interface, and their links cannot be cut."""
 
     def __init__(self, count: int, folder: Path, links: Links = Links(), shared: Sequence[Path] | None = None) -> None:
         """Make `count` hosts. The job's token is written into `folder`.
@@ -121,6 +117,7 @@ class Hosts:
                 raise
 
     def _make(self, count: int, links: Links) -> None:
+        """Make the network: a namespace with a bridge as switch, and a namespace with a link to the switch for each host."""
         switch = f"{self._prefix}s"
         self._add(switch)
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
@@ -157,8 +154,8 @@ class Hosts:
         self._names.append(name)
 
     def _hold(self, host: int, names: Path, own: Path | None, shared: Sequence[Path]) -> None:
-        """Start the process that keeps a host's namespaces, with its name, the hosts file `names`, its /dev/shm and
-        its /tmp.
+        """Start the process that keeps a host's namespaces, with its name, the hosts file `names`, its /dev/shm and its
+        /tmp.
 
         `own` is the folder of its own /tmp; None for the usual one. Its own /tmp also contains the working directory
         and the program, if these are in the usual /tmp.
@@ -185,9 +182,7 @@ class Hosts:
         return process
 
     def prefix(self, host: int) -> list[str]:
-        """Return the arguments to put before a command, so that it runs on a host, in the working directory of this
-        process.
-        """
+        """Return the arguments to put before a command, so that it runs on a host, in the working directory of this process."""
         if not self._holders:
             return []
         namespaces = ["nsenter", f"--target={self._holders[host].pid}", "--net", "--uts", "--mount"]
@@ -215,10 +210,7 @@ class Hosts:
                 _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *QUEUE)
 
     def set_reachable(self, host: int, reachable: bool) -> None:
-        """Let the switch drop everything that a host sends or should receive, or forward it again.
-
-        The link stays up.
-        """
+        """Let the switch drop everything that a host sends or should receive, or forward it again. The link stays up."""
         state = "3" if reachable else "0"  # states of a bridge port: 3 is forwarding, 0 is disabled
         _run("bridge", "-n", f"{self._prefix}s", "link", "set", "dev", f"port{host}", "state", state)
 

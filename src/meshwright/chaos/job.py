@@ -1,6 +1,4 @@
-"""Observes a running `meshwright train`: its steps, its attempts and its output, with the time at which each was
-seen.
-"""
+"""Observes a running `meshwright train`: its steps, its attempts and its output, with the time at which each was seen."""
 
 from __future__ import annotations
 
@@ -22,11 +20,9 @@ POLL_SECONDS = 0.01
 RECENT_STEPS = 10
 """Number of steps over which the duration of a step is averaged."""
 LONGEST_SECONDS = 180.0
+"""Seconds that a job on CPUs may take until an awaited point or its end."""
 LONGEST_GPU_SECONDS = 600.0
-"""Seconds that a job may take until an awaited point or its end.
-
-On a GPU it takes longer, because kernels are compiled.
-"""
+"""The same on GPUs. It is longer, because kernels are compiled."""
 
 
 class NotReached(MeshwrightError):
@@ -69,10 +65,7 @@ class Tail:
 
 
 class ChaosJob:
-    """A running command, on one or several hosts, and what was observed of it.
-
-    Times are seconds of `time.monotonic`.
-    """
+    """A running command, on one or several hosts, and what was observed of it. Times are seconds of `time.monotonic`."""
 
     def __init__(
         self,
@@ -84,11 +77,12 @@ class ChaosJob:
         longest_seconds: float = LONGEST_SECONDS,
         show: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """`run` is the folder of the run, and `output` the file for what the command prints. `launch` starts the
-        command.
+        """`run` is the folder of the run, and `output` the file for what the command prints.
 
-        `arguments` are those of `meshwright`, and `token` is the value of `processes.TOKEN`. Waiting for a point of
-        the job ends after `longest_seconds`. `show` receives each line of progress.
+        `launch` starts the command.
+
+        `arguments` are those of `meshwright`, and `token` is the value of `processes.TOKEN`. Waiting for a point of the
+        job ends after `longest_seconds`. `show` receives each line of progress.
         """
         self._longest_seconds = longest_seconds
         self._show = show

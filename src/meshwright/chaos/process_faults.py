@@ -14,19 +14,21 @@ from meshwright.checkpoint.format.verify import list_checkpoints
 from meshwright.spec.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
 
 CONTINUES = "training continues by itself from the newest checkpoint with the losses of an undisturbed run"
+"""End of the promise of scenarios in which supervision restarts the ranks."""
 RESUMES = "the same command continues with the losses of an undisturbed run"
+"""End of the promise of scenarios in which the command must be started again."""
 RESTART_SECONDS = 15.0
 """Most seconds between the end of a process and the next step."""
 HANG_SECONDS = 8.0
 """Most seconds until a hang of CPU ranks is detected: 5 s, 3 steps, and the time between two checks."""
 SLOW_SECONDS = 6.0
+"""A rank is slow for at least this many seconds."""
 SLOW_STEPS = 8
-"""A rank is slow for at least this many seconds and steps."""
+"""A rank is slow for at least this many steps."""
 LONGEST_TURN = 0.1
+"""A slow rank runs for the duration of a step, but at most for this many seconds, before it is stopped."""
 STOPPED_TURNS = 3
-"""How a slow rank is slowed: it runs for the duration of a step, at most `LONGEST_TURN` seconds. Then it is stopped
-for `STOPPED_TURNS` times as long.
-"""
+"""A slow rank is stopped for this many times as long as it has run."""
 
 
 def after(step: Callable[[Stage], int], disturb: Callable[[Stage], None]) -> Callable[[Stage], None]:
@@ -69,8 +71,8 @@ def stop_rank(stage: Stage) -> None:
 def slow_rank(stage: Stage) -> None:
     """Stop and continue the last rank alternately, for some steps or until the job ends.
 
-    The rank is stopped while it computes. If a rank stops inside a collective, all ranks wait, as they would for a
-    slow network.
+    The rank is stopped while it computes. If a rank stops inside a collective, all ranks wait, as they would for a slow
+    network.
     """
     job = stage.job
     rank = stage.template.ranks - 1

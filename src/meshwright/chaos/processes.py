@@ -36,6 +36,7 @@ def state(pid: int) -> str:
 def start_ticks(pid: int) -> int:
     """Return the clock ticks between the boot of the machine and the start of a process; 0 if the process has ended."""
     fields = _status(pid)
+    # The 20th field after the command's name.
     return int(fields[19]) if fields else 0
 
 

@@ -1,5 +1,4 @@
-"""Relays network frames between the two devices of each link, with a delay and with losses. For kernels without
-netem.
+"""Relays network frames between the two devices of each link, with a delay and with losses. For kernels without netem.
 
 It needs Linux and root.
 
@@ -78,6 +77,7 @@ def relay(links: Sequence[tuple[int, int]], seconds: float, loss: float) -> None
 
 
 def main() -> None:
+    """Relay the links that the arguments name."""
     seconds, loss, *names = sys.argv[1:]
     ends = [[open_tap(*end.split("/")) for end in name.split("-")] for name in names]
     sys.stdout.write("ready\n")

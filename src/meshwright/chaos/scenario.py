@@ -38,8 +38,7 @@ Such a rank computes longer, or launches its work late.
 CALM_STEPS = 12
 """The straggler analysis reads this many steps before the disturbance. Earlier steps may be slow for other reasons."""
 COMPUTE_SHARE = 0.5
-"""Before the disturbance, the rank must have computed for this share of the step time; otherwise it need not be
-named.
+"""Before the disturbance, the rank must have computed for this share of the step time; otherwise it need not be named.
 
 With a smaller share, the stops mostly hit time in which the rank does not compute.
 """
@@ -96,8 +95,9 @@ class Stage:
         show: Callable[[str], object] = lambda text: None,
         links: Links = Links(),
     ) -> None:
-        """With several `hosts`, each host has an agent. Hosts beyond those of the run are spares. `links` connect the
-        hosts.
+        """With several `hosts`, each host has an agent.
+
+        Hosts beyond those of the run are spares. `links` connect the hosts.
 
         `overrides` are keys of the run. `show` receives lines of progress.
         """
@@ -175,10 +175,7 @@ class Stage:
         self._show(f"the disturbance begins after step {job.last_step}")
 
     def signal(self, pid: int, number: int) -> None:
-        """Disturb the job by sending a signal to one of its processes.
-
-        After SIGKILL, wait until the process has ended.
-        """
+        """Disturb the job by sending a signal to one of its processes. After SIGKILL, wait until the process has ended."""
         self.mark()
         send(pid, number)
         if number == signal.SIGKILL:
@@ -205,8 +202,8 @@ class Stage:
         self._last_calm_step = self.job.last_step
 
     def straggler(self) -> dict[str, Any] | None:
-        """Return the cause and rank that the straggler analysis finds for the steps around the disturbance; None if
-        it finds none.
+        """Return the cause and rank that the straggler analysis finds for the steps around the disturbance; None if it
+        finds none.
         """
         try:
             found = diagnose_run(self.run, self._analysed_steps)
@@ -335,7 +332,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class PromiseVerdict:
-    """The promise of a scenario, whether it was kept (`ok`), and what was observed."""
+    """The promise of a scenario, whether it was kept (`ok`), and what was observed.
+
+    Times are seconds from the disturbance; None if it was not detected, or training did not continue. `lost_steps` is
+    the number of steps that were trained again.
+    """
 
     scenario: str
     promise: str
@@ -463,10 +464,7 @@ def _violations(
 
 
 def _straggler_violations(stage: Stage) -> list[str]:
-    """Return a sentence if the slow rank is not named.
-
-    If that is not required, the reason is added to the stage's notes.
-    """
+    """Return a sentence if the slow rank is not named. If that is not required, the reason is added to the stage's notes."""
     if stage.waits_inside_compute():
         stage.notes.append("the straggler is not checked: the ranks wait for each other inside compute")
         return []

@@ -51,10 +51,7 @@ def mount(stage: Stage, *arguments: str, within: str = "checkpoints") -> Path:
 
 
 def remount(folder: Path, options: str) -> None:
-    """Change the options of a mounted file system.
-
-    Open files may prevent this for a while, so it is tried repeatedly.
-    """
+    """Change the options of a mounted file system. Open files may prevent this for a while, so it is tried repeatedly."""
     for _ in range(200):
         process = subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], capture_output=True, check=False)
         if process.returncode == 0:

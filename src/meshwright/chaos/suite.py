@@ -40,8 +40,7 @@ class Suite:
         show: Callable[[str], object] = lambda text: None,
         links: Links = Links(),
     ) -> None:
-        """`arguments` describe `run` on the command line. The run is shortened to `steps` steps with a few
-        checkpoints.
+        """`arguments` describe `run` on the command line. The run is shortened to `steps` steps with a few checkpoints.
 
         Keys about checkpoints in `arguments` are kept. Limits in seconds are multiplied by `patience`, for machines
         that do other work at the same time. `show` receives lines of progress. `links` connect the hosts.
@@ -81,10 +80,7 @@ class Suite:
             return PromiseVerdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
 
     def undisturbed(self, overrides: tuple[str, ...], hosts: int) -> Losses:
-        """Return the losses of an undisturbed run with `overrides` on `hosts` hosts.
-
-        The run is made at the first call.
-        """
+        """Return the losses of an undisturbed run with `overrides` on `hosts` hosts. The run is made at the first call."""
         key = overrides, hosts
         if key not in self._undisturbed:
             folder = self._folder / "undisturbed"

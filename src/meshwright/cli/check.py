@@ -21,7 +21,7 @@ def check(arguments: Arguments = None, runs: Runs = Path("runs"), as_json: Json 
     """Check a run without starting it: configuration, data, divisibility, plan, disk, and what it would resume.
 
     Every mistake is reported, not only the first. The exit code is that of the gravest: 2 bad input, 3 out of resources, 4 damaged data.
-    Two lines, `support` with --json, say what the model can be trained and served with, and why not what it cannot.
+    Of a run without mistakes it prints (`support` with --json) what its model can be trained and served with, and what it cannot, with why.
 
     Example:
 

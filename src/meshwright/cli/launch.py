@@ -250,6 +250,6 @@ def _load(arguments: list[str] | None, runs: Path) -> RunSpec:
     check_runs(runs)
     reading = read_run(path, overrides, runs=runs, detect=refuse_detection, model_reader=folder_spec)
     run = reading.run()
-    for note in reading.notes:
+    for note in reading.notes():
         say(note)
     return run

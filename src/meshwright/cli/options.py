@@ -70,15 +70,18 @@ def read(arguments: list[str] | None, runs: Path = Path("runs"), *, otherwise: P
     return read_run(path or otherwise, overrides, runs=runs, detect=found_cluster, model_reader=folder_spec)
 
 
-def load(arguments: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None) -> RunSpec:
+def load(
+    arguments: list[str] | None, runs: Path = Path("runs"), *, otherwise: Path | None = None, starts: bool = True
+) -> RunSpec:
     """Read the run that the command line describes, with the arguments of `read`. Raises BadConfig with every mistake.
 
-    The first rank of a job prints the assumed values on stderr.
+    The first rank of a job prints the assumed values on stderr. If the command does not start the run (`starts` is
+    False), it prints only those on which a plan depends.
     """
     reading = read(arguments, runs, otherwise=otherwise)
     run = reading.run()
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        for note in reading.notes:
+        for note in reading.notes(starts=starts):
             say(note)
     return run
 

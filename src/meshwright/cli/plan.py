@@ -230,7 +230,7 @@ def plan(
     )
     check_writable("--out", out)
     check_writable("--html", html)
-    run = load(arguments)
+    run = load(arguments, starts=False)
     for remark in remarks(run):
         say(remark)
     answer = answer_question(run if probe else with_vocabulary(run), question, note=say)
@@ -258,7 +258,7 @@ def _print_largest(arguments: list[str] | None, given: dict[str, object], *, as_
 
     if refused := [name for name, value in given.items() if value]:
         raise BadInput(f"--largest cannot be combined with {' and '.join(refused)}")
-    run = load(arguments)
+    run = load(arguments, starts=False)
     if as_json:
         print(json.dumps(largest_as_plain(run)))
     else:

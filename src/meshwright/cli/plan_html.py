@@ -26,7 +26,7 @@ from meshwright.cli.plan_sections import (
     sections_of,
     status_of,
 )
-from meshwright.cli.plan_words import bytes_text, machines_line, seconds_text, three_digits
+from meshwright.cli.plan_words import bytes_text, facts, machines_line, seconds_text, three_digits
 from meshwright.costs.plan_costs import as_nodes
 from meshwright.observe import number_text
 from meshwright.observe.page import card, document, items, rows, tile_list
@@ -42,7 +42,9 @@ MICRO_BATCHES_DRAWN = 4
 """Maximum number of micro-batches per pipeline rank that the timeline draws. A step may have more."""
 BOXES_DRAWN = 32
 """Maximum number of boxes for ranks that the picture of the mesh draws."""
-SIDE_BY_SIDE = {"facts", "mesh", "memory", "step", "limits", "changes"}
+DRAWN = "facts"
+"""Key of the section that is placed beside the picture of the mesh."""
+SIDE_BY_SIDE = {"memory", "step", "limits", "changes"}
 """Keys of sections that are placed side by side if they follow each other."""
 
 
@@ -52,10 +54,16 @@ def page(answer: PlanAnswer) -> str:
         _header(answer),
         _tiles(answer),
         _scaling(answer),
-        plan_section(replace(answer.plan, why=()), as_nodes(answer.run.cluster).gpus_per_node, BOXES_DRAWN),
+        plan_section(
+            replace(answer.plan, why=()),
+            as_nodes(answer.run.cluster).gpus_per_node,
+            BOXES_DRAWN,
+            facts(answer.run, answer.plan),
+        ),
         f'<div class="grid">{_timeline(answer)}</div>',
     ]
-    for beside, sections in groupby(sections_of(answer), lambda section: section.key in SIDE_BY_SIDE):
+    others = (section for section in sections_of(answer) if section.key != DRAWN)
+    for beside, sections in groupby(others, lambda section: section.key in SIDE_BY_SIDE):
         cards = "".join(map(_card, sections))
         parts.append(f'<div class="grid">{cards}</div>' if beside else cards)
     return document(f"plan · {_name(answer)}", parts)
@@ -208,7 +216,15 @@ def _scaling(answer: PlanAnswer) -> str:
         ),
         *([Chart("mfu", "MFU", "", "percent", (_line("MFU", mfus),))] if all(mfus) else []),
         *(
-            [Chart("hours", "GPU-hours", f"for {tokens:.3g} tokens", "short", (_line("GPU-hours", hours),))]
+            [
+                Chart(
+                    "hours",
+                    "GPU-hours",
+                    f"for {number_text.short(tokens)} tokens",
+                    "short",
+                    (_line("GPU-hours", hours),),
+                )
+            ]
             if tokens
             else []
         ),

@@ -23,6 +23,7 @@ from meshwright.cli.plan_words import (
     facts,
     memory_by_rank,
     node_line,
+    price_sentence,
     seconds_text,
     short_line,
     three_digits,
@@ -31,6 +32,7 @@ from meshwright.cli.plan_words import (
 from meshwright.costs.plan_costs import as_nodes, matmul_dtype
 from meshwright.costs.sources import sources
 from meshwright.launch.probe import Probe
+from meshwright.observe import number_text
 from meshwright.planner.candidate import Candidate, untrainable
 from meshwright.planner.checkpoint_cost import checkpoint_cost, checkpoint_sentences
 from meshwright.planner.chip_comparison import ChipPoint
@@ -327,7 +329,8 @@ def _memory(answer: PlanAnswer) -> AnswerSection:
     least = SMALLEST_SHARE * sum(fullest.values())
     key = tuple((name, bytes_text(size)) for name, size in fullest.items() if size >= least)
     bars = AnswerBars(tuple(_memory_bars(by_rank)), full, limit, key, "on the fullest rank" * (len(by_rank) > 1))
-    title = f"memory of each pipeline rank{f', a bar for {full / 1e9:.0f} GB' if limit else ''}"
+    whose = "each pipeline rank" if len(by_rank) > 1 else "a rank"
+    title = f"memory of {whose}{f', a bar for {full / 1e9:.0f} GB' if limit else ''}"
     return AnswerSection("memory", title, (bars,))
 
 
@@ -400,15 +403,26 @@ def _chips(answer: PlanAnswer) -> AnswerSection | None:
     """Return a table of the same job on other chips, for --chips."""
     if not answer.question.chips:
         return None
-    heads = ("chip", "plan", "step", "tokens/s a GPU", "money / M tokens", "kWh / M tokens")
+    prices = {entry.chip: entry.expense.price_per_gpu_hour for entry in answer.chips if entry.expense}
+    currencies = {price.currency for price in prices.values()}
+    cost = (currencies.pop() if len(currencies) == 1 else "") or "cost"
+    heads = ("chip", "plan", "step", "tokens/s a GPU", f"{cost} / M tokens", "kWh / M tokens")
     table = AnswerTable(
         tuple(_chip_row(answer, entry) for entry in answer.chips),
-        (*heads, *(("days", "GPU-hours") if answer.tokens else ())),
+        (*heads, *(("days", "GPU-hours", cost) if answer.tokens else ())),
     )
+    notes = [
+        f"(days, GPU-hours and cost are those of {number_text.short(answer.tokens)} tokens)"
+        if answer.tokens
+        else f"({TOKENS_NEEDED})"
+    ]
     return AnswerSection(
         "chips",
         "the same job on other chips, the cheapest first",
         (table,),
+        "\n".join(
+            [*notes, *(f"price of a GPU-hour, {chip}: {price_sentence(price)}" for chip, price in prices.items())]
+        ),
         plain=lambda: [_plain_chip(entry) for entry in answer.chips],
     )
 
@@ -419,16 +433,20 @@ def _chip_row(answer: PlanAnswer, entry: ChipPoint) -> tuple[str, ...]:
     spent = entry.expense
     if spent is None or point.answer is None or point.tokens_per_second is None or point.seconds is None:
         return entry.chip, point.refused or "its rates are not known"
-    cells = [spent.money_per_million_tokens, spent.kwh_per_million_tokens]
-    totals = [spent.days, spent.gpu_hours] if answer.tokens else []
+    totals = [spent.days, spent.gpu_hours, spent.money] if answer.tokens else []
     return (
         entry.chip,
         axes_line(point.answer.best.plan),
         seconds_text(point.seconds),
         f"{point.tokens_per_second / point.gpus:,.0f}",
-        *("not known" if value is None else three_digits(value) for value in cells),
-        *("" if value is None else two_digits(value) for value in totals),
+        _known(spent.money_per_million_tokens, three_digits),
+        _known(spent.kwh_per_million_tokens, three_digits),
+        *(_known(value, two_digits) for value in totals),
     )
+
+
+def _known(value: float | None, text: Callable[[float], str]) -> str:
+    return "not known" if value is None else text(value)
 
 
 def _plain_chip(point: ChipPoint) -> dict[str, Any]:
@@ -604,10 +622,11 @@ def _sizes(answer: PlanAnswer) -> AnswerSection | None:
     points = answer.priced_points
     if not points:
         return None
-    price = price_of(answer.run.cluster, answer.question.price).value
+    rate = price_of(answer.run.cluster, answer.question.price)
+    price = rate.value
     totals: tuple[str, ...] = ()
     if tokens:
-        totals = ("days", "GPU-hours", "cost") if price else ("days", "GPU-hours")
+        totals = ("days", "GPU-hours", rate.currency or "cost") if price else ("days", "GPU-hours")
     rows: list[tuple[str, ...]] = []
     for point in points:
         if not (point.seconds and point.tokens_per_second and point.answer):
@@ -630,7 +649,7 @@ def _sizes(answer: PlanAnswer) -> AnswerSection | None:
             )
         )
     title = "the same job on other numbers of GPUs" if answer.points else "cost"
-    note = f"(days and GPU-hours for {tokens:.3g} tokens)" if tokens else f"({TOKENS_NEEDED})"
+    note = f"(days and GPU-hours for {number_text.short(tokens)} tokens)" if tokens else f"({TOKENS_NEEDED})"
     heads = ("GPUs", "plan", "step", "tokens/s a GPU", "MFU", *totals, "")
     plain = None if answer.trainings else lambda: _plain_objective(answer)
     return AnswerSection("objective", title, (AnswerTable(tuple(rows), heads),), note, plain)
@@ -640,7 +659,8 @@ def _trainings(answer: PlanAnswer) -> AnswerSection | None:
     """Return a table of the batches and numbers of GPUs that reach one loss soonest, for --objective training."""
     if not answer.trainings:
         return None
-    price = price_of(answer.run.cluster, answer.question.price).value
+    rate = price_of(answer.run.cluster, answer.question.price)
+    price = rate.value
     rows = tuple(
         (
             f"{training.point.gpus:,}",
@@ -662,13 +682,14 @@ def _trainings(answer: PlanAnswer) -> AnswerSection | None:
         "step",
         "days",
         "GPU-hours",
-        *(("cost",) if price else ()),
+        *((rate.currency or "cost",) if price else ()),
     )
+    critical = number_text.short(answer.question.critical_batch or 0.0)
     note = (
-        f"(steps by McCandlish et al. 2018 with a critical batch of {answer.question.critical_batch:.3g} tokens: a larger batch needs "
-        "more tokens for the same loss. The days in other tables are those of the run's own batch and tokens.)"
+        f"(steps by McCandlish et al. 2018 with a critical batch of {critical} tokens: a larger batch needs more tokens for the same "
+        "loss. The days in other tables are those of the run's own batch and tokens.)"
     )
-    title = f"shortest training to the loss of {answer.tokens:.3g} tokens at the run's own batch"
+    title = f"shortest training to the loss of {number_text.short(answer.tokens)} tokens at the run's own batch"
     return AnswerSection("objective", title, (AnswerTable(rows, heads),), note, lambda: _plain_objective(answer))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 
 from meshwright.cli.plan_answer import PlanAnswer
 from meshwright.cli.plan_sections import (
@@ -44,6 +45,9 @@ MEMORY_LETTERS = {
     "rollouts": "R",
 }
 """The letters that stand for the parts of memory in a bar."""
+
+LAST_COLUMN = 20
+"""Fewest characters of the last column of a table."""
 
 
 def show(answer: PlanAnswer) -> None:
@@ -96,7 +100,7 @@ def _section(console: Console, section: AnswerSection) -> None:
     for block in shown:
         _print_block(console, block)
     for line in section.note.splitlines():
-        console.print(f"  {escape(line)}", style="dim")
+        console.print(Padding(escape(line), (0, 0, 0, 2), style="dim", expand=False))
 
 
 def _is_empty(block: Block) -> bool:
@@ -116,10 +120,11 @@ def _print_block(console: Console, block: Block) -> None:
     """Print one block of a section."""
     match block:
         case AnswerTable(rows, heads) if heads:
-            table = Table(*heads, box=None, padding=(0, 2, 0, 0))
+            columns = (Column(head, min_width=max(map(len, head.split()), default=0)) for head in heads)
+            table = Table(*columns, box=None, padding=(0, 2, 0, 0))
             _print_rows(console, table, rows, 1)
         case AnswerTable(rows):
-            _print_rows(console, Table.grid(padding=(0, 2, 0, 0)), rows, 2)
+            _print_rows(console, _grid(rows, console.width), rows, 2)
         case AnswerList(sentences):
             _print_rows(console, Table.grid(padding=(0, 1, 0, 0)), [("·", sentence) for sentence in sentences], 2)
         case RankedPlans(plans):
@@ -130,6 +135,29 @@ def _print_block(console: Console, block: Block) -> None:
             console.print(Padding(table, (0, 0, 0, 2)))
         case AnswerBars():
             _print_bars(console, block)
+
+
+def _grid(rows: Sequence[tuple[str, ...]], width: int) -> Table:
+    """A table without heads. Only its last column is broken, if the others leave `LAST_COLUMN` characters for it."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    widths = [max(map(len, cells)) for cells in zip_longest(*rows, fillvalue="")]
+    fits = sum(widths[:-1]) + 2 * len(widths) + LAST_COLUMN <= width
+    for number in range(len(widths)):
+        table.add_column(no_wrap=fits and number < len(widths) - 1)
+    return table
+
+
+def packed(texts: Iterable[str], width: int) -> Iterator[str]:
+    """The texts in lines of at most `width`, two spaces between them; none is broken."""
+    line = ""
+    for text in texts:
+        longer = f"{line}  {text}" if line else text
+        if line and len(longer) > width:
+            yield line
+            longer = text
+        line = longer
+    if line:
+        yield line
 
 
 def _print_rows(console: Console, table: Table, rows: Iterable[tuple[str, ...]], indent: int) -> None:
@@ -147,8 +175,9 @@ def _print_bars(console: Console, block: AnswerBars) -> None:
         table.add_row(escape(bar.label), *(cells if block.key else reversed(cells)))
     console.print(Padding(table, (0, 0, 0, 2)))
     if block.key:
-        texts = (f"{_letter(name)} {name} {size}".replace(" ", "\u00a0") for name, size in block.key)
-        console.print(Padding(f"{'  '.join(texts)} {block.key_of}".rstrip(), (0, 0, 0, 2)))
+        texts = [f"{_letter(name)} {name} {size}" for name, size in block.key]
+        for line in packed([*texts, *([block.key_of] if block.key_of else [])], console.width - 2):
+            console.print(f"  {line}", no_wrap=True)
 
 
 def _bar(bar: AnswerBar, block: AnswerBars, width: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,12 +27,19 @@ from meshwright.spec.model import (
 from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.plan import LayerStrategy, Plan, layer_range
 from meshwright.spec.plan_keys import PlanKeys
-from meshwright.spec.plan_name import has_schedule, layer_numbers, plan_name
+from meshwright.spec.plan_name import (
+    axis_with_term,
+    divides_weights,
+    has_schedule,
+    layer_numbers,
+    layout_name,
+    plan_name,
+)
 from meshwright.workload.copy_options import GATHERS, TOKENS, copied_options
 
 if TYPE_CHECKING:
     from meshwright.planner.devices import Idle
-    from meshwright.planner.money import Expense
+    from meshwright.planner.money import Expense, Rate
     from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.run import RunSpec
 
@@ -79,19 +86,12 @@ def plan_line(run: RunSpec, plan: Plan) -> str:
 
 
 def axes_line(plan: Plan) -> str:
-    """Return the mesh of a plan, and its schedule if there is a choice of schedules."""
-    return mesh_line(plan) + (f", {plan.schedule.name}" if has_schedule(plan) else "")
-
-
-def mesh_line(plan: Plan) -> str:
-    """Return the mesh axes with more than one rank, outermost first, and the expert parallelism."""
-    used = [axis for axis in plan.mesh if axis.size > 1]
-    text = " × ".join(f"{axis.axis} {axis.size}" for axis in used) or "one rank"
+    """Return the name of the layout of a plan, and how its experts are spread if that is not the default."""
+    text = layout_name(plan)
     experts = plan.experts
     if experts is None:
         return text
-    if experts.expert * experts.expert_shard > 1:
-        text += f", experts over {experts.expert}" + (f" × {experts.expert_shard}" if experts.expert_shard > 1 else "")
+    text += f", experts sharded over {experts.expert_shard}" if min(experts.expert, experts.expert_shard) > 1 else ""
     text += "" if experts.policy == "none" else f", {experts.slots} expert copies by {experts.policy}"
     return text if experts.exchange == "all_to_all" else f"{text}, tokens exchanged by {experts.exchange}"
 
@@ -122,7 +122,7 @@ def _by_strategy(plan: Plan) -> dict[str, list[LayerStrategy]]:
     """Return the layer strategies of a plan, grouped by their description."""
     grouped: dict[str, list[LayerStrategy]] = {}
     for strategy in plan.layers:
-        grouped.setdefault(_strategy(strategy), []).append(strategy)
+        grouped.setdefault(_strategy(strategy, gathered=divides_weights(plan)), []).append(strategy)
     return grouped
 
 
@@ -224,9 +224,9 @@ def axes(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str, str]]:
     """Yield (axis with its size, link that it uses, data that it carries) for each axis with more than one rank, outermost first."""
     for axis in plan.mesh:
         if axis.size > 1:
-            yield f"{axis.axis} {axis.size}", border(run, plan, axis.axis), MOVES[axis.axis]
+            yield axis_with_term(axis.axis, axis.size), border(run, plan, axis.axis), MOVES[axis.axis]
     if plan.experts is not None and plan.experts.expert > 1:
-        yield f"expert {plan.experts.expert}", border(run, plan, "expert"), MOVES["expert"]
+        yield axis_with_term("expert", plan.experts.expert), border(run, plan, "expert"), MOVES["expert"]
 
 
 def node_line(run: RunSpec, plan: Plan, node: int) -> tuple[str, int]:
@@ -283,21 +283,30 @@ def expense_sentences(spent: Expense, idle: Idle | None) -> Iterator[str]:
         whole = [f"{two_digits(spent.days)} days", f"{two_digits(spent.gpu_hours)} GPU-hours"]
         whole += [f"{price.unit}{two_digits(spent.money)}"] if spent.money is not None else []
         whole += [f"{two_digits(spent.kwh)} kWh"] if spent.kwh is not None else []
-        yield f"{spent.tokens:.3g} tokens: {', '.join(whole)}"
+        yield f"{short(spent.tokens)} tokens: {', '.join(whole)}"
         if spent.low is not None and spent.high is not None:
-            ends = [f"{two_digits(spent.days * spent.low)} to {two_digits(spent.days * spent.high)} days"]
+            factors = (spent.low, spent.high)
+            ends = [f"{_from_to(spent.days * factor for factor in factors)} days"]
             if spent.money is not None:
-                money_ends = (two_digits(spent.money * end) for end in (spent.low, spent.high))
-                ends.append(f"{price.unit}{' to '.join(money_ends)}")
+                ends.append(f"{price.unit}{_from_to(spent.money * factor for factor in factors)}")
             yield f"80% band of the step: {', '.join(ends)}"
     if idle is not None:
         yield f"for the {spent.gpus:,} devices that train; the {idle.devices - idle.used:,} idle ones are not counted"
     if spent.training_share < 1:
         yield f"the run trains in {spent.training_share:.2%} of this time: failures, restarts, checkpoints and validations take the rest"
-    priced = price.source if price.value is None else f"{price.unit}{price.value:g} ({price.source})"
     powered = watts.source if watts.value is None else f"{watts.value:g} W ({watts.source})"
-    yield f"price of a GPU-hour: {priced}"
+    yield f"price of a GPU-hour: {price_sentence(price)}"
     yield f"power of a GPU: {powered}"
+
+
+def _from_to(ends: Iterable[float]) -> str:
+    """The ends of a range; one text where both have the same digits."""
+    return " to ".join(dict.fromkeys(map(two_digits, ends)))
+
+
+def price_sentence(price: Rate) -> str:
+    """A price with its source."""
+    return price.source if price.value is None else f"{price.currency}{price.value:g} ({price.source})"
 
 
 def seconds_text(seconds: float) -> str:
@@ -322,12 +331,14 @@ def two_digits(number: float) -> str:
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.2g}"
 
 
-def _strategy(strategy: LayerStrategy) -> str:
-    reshard = "reshard" if strategy.reshard else "keep gathered"
+def _strategy(strategy: LayerStrategy, *, gathered: bool) -> str:
+    """A strategy in words. Where no rank holds a part of the weights (not `gathered`), none are kept gathered; copies may be freed."""
+    kept = ", keep gathered" if gathered else ""
+    reshard = ", reshard" if strategy.reshard else kept
     gradients = ", gradients whole" if strategy.gradients == "whole" else ""
     host = f", offload {strategy.offload}" if strategy.offload != "none" else ""
     linear = f", linear {strategy.linear}" if strategy.linear else ""
-    return f"recompute {strategy.recompute}, {reshard}{gradients}{host}{linear}"
+    return f"recompute {strategy.recompute}{reshard}{gradients}{host}{linear}"
 
 
 def _span(axis: str, indices: list[int]) -> str:

@@ -14,7 +14,8 @@ from typer.core import TyperGroup
 
 from meshwright.cli.columns import aligned
 from meshwright.cli.monitor import started_run
-from meshwright.cli.options import Json, say, show
+from meshwright.cli.options import Json, say
+from meshwright.events.terminal import columns_of
 from meshwright.spec.errors import BadInput, nearest
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ def _print(runs: Sequence[ListedRun]) -> None:
         )
         for run in runs
     ]
-    for line in aligned([heads, *rows], right=range(2, 8)):
-        show(line)
+    for line in aligned([heads, *rows], right=range(2, 8), columns=columns_of(sys.stdout)):
+        print(line)
 
 
 @app.command()

@@ -80,7 +80,7 @@ def simulate(
 
     check_writable("--trace", trace)
     assumed = Assumptions.parse(assume or [])
-    run = with_vocabulary(load(arguments, runs))
+    run = with_vocabulary(load(arguments, runs, starts=False))
     for remark in remarks(run):
         say(remark)
     plan, candidates = plan_for(run)

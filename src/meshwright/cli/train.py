@@ -249,12 +249,13 @@ def announce(prepared: PreparedRun) -> None:
     batch = plan.batch
     parts = [
         axes_line(plan),
-        f"micro-batch {batch.micro_batch} × {batch.accumulate}",
+        f"micro-batch {batch.micro_batch}" + (f" × {batch.accumulate}" if batch.accumulate > 1 else ""),
         _formats(run, plan),
         *([layers_line(plan)] if saves_memory else []),
-        *plan.why[:1],
     ]
-    print_now(f"  plan: {'; '.join(parts)}")
+    print_now(f"  plan: {', '.join(parts)}")
+    for reason in plan.why[:1]:
+        print_now(f"    {reason}")
     for line in prepared.data_lines:
         print_now(f"  {line}")
     if line := checkpoints_line(run):

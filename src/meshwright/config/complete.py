@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.config.adapter_rules import complete_adapter
 from meshwright.config.family_dimensions import DIMENSIONS, ffn_width
-from meshwright.config.presets import MODEL_PRESETS, run_preset
+from meshwright.config.presets import MODEL_PRESETS, PRESET_EXPECTED, run_preset
 from meshwright.config.value_sources import EMBEDDED, Detect, merged
 from meshwright.config.yaml_positions import KeyPath, Position, YamlDocument, format_value, read_yaml
 from meshwright.families.registry import FAMILIES
@@ -193,7 +193,7 @@ def _dimensions_of_preset(document: YamlDocument) -> dict[str, Any] | None:
     dimensions = MODEL_PRESETS.get(preset) if isinstance(preset, str) else None
     if dimensions is None:
         name = str(preset)
-        expected = f"a preset ({', '.join(MODEL_PRESETS)})"
+        expected = PRESET_EXPECTED
         if hint := no_folder_hint(name) or ("; that is a folder" if os.path.isdir(name) else ""):
             expected = f"{expected}, or weights as model.init=hf:DIR{hint}"
             name = name.rpartition("/")[2].lower()

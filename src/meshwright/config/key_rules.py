@@ -167,7 +167,10 @@ def _sequence(run: RunValues) -> Iterator[Mistake]:
     """Yield a mistake if sequences are longer than the model's longest sequence."""
     seq_len = run("train.seq_len")
     longest = run("model.max_seq_len")
-    if seq_len and longest and seq_len > longest:
+    known = run.given("model.max_seq_len") or run(
+        "model.layers"
+    )  # else the model is a mistake, and the default of another one
+    if known and seq_len and longest and seq_len > longest:
         learned = run("model.positions") == "learned"
         remedy = "the length of its learned positions" if learned else "which can be raised"
         yield run.mistake("train.seq_len", f"at most model.max_seq_len = {longest}, {remedy}", str(longest))

@@ -23,7 +23,7 @@ from meshwright.config.recorded_loads import read_loads
 from meshwright.config.run_values import Values
 from meshwright.config.schema import validate
 from meshwright.config.value_sources import EMBEDDED, QUICKSTART, Detect, gather, shown_name
-from meshwright.config.yaml_positions import KeyPath, YamlDocument, dotted, dump_yaml, read_yaml
+from meshwright.config.yaml_positions import KeyPath, YamlDocument, dump_yaml, read_yaml
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest
 from meshwright.spec.fields import from_plain, to_plain
@@ -95,7 +95,7 @@ def load_run(
     """
     reading = read_run(path, overrides, runs=runs, detect=detect, model_reader=model_reader)
     run = reading.run()
-    for text in reading.notes:
+    for text in reading.notes():
         note(text)
     return run
 
@@ -113,7 +113,7 @@ def read_run(
     If the file belongs to another command, that is the only mistake.
     """
     document = gather(path, overrides, detect or one_cpu_rank)
-    notes = _complete(document, path, runs, detect, model_reader)
+    notes = complete(document, (path or QUICKSTART).stem, runs, detect or one_cpu_rank, model_reader)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
     plan_values, plan_mistakes = _plan_file(document, unusable)
     mistakes += document.mistakes + cross_checks(document, unusable, plan_values) + plan_mistakes
@@ -125,7 +125,8 @@ def read_run(
         # The file is not a run file, so later checks must not report keys that it lacks.
         mistakes = other
         document.partial = True
-    return RunReading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes))
+    assumed = () if path is not None else tuple(_embedded_values(document))
+    return RunReading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes), assumed)
 
 
 def load_resolved(path: Path) -> RunSpec:
@@ -158,7 +159,7 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: De
     Raises BadConfig with every mistake in the section.
     """
     document = gather(path, overrides, detect or one_cpu_rank)
-    _complete(document, path, Path("runs"), detect, None)
+    complete(document, (path or QUICKSTART).stem, Path("runs"), detect or one_cpu_rank, None)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable)
     mistakes = [mistake for mistake in mistakes if mistake.key.partition(".")[0] == "cluster"]
@@ -222,17 +223,6 @@ def mistakes_as_json(mistakes: Iterable[Mistake] = ()) -> dict[str, Any]:
     report = BadConfig(mistakes)
     more = {"more": report.unlisted} if report.unlisted else {}
     return {"ok": not report.mistakes, "errors": report.as_plain(), **more}
-
-
-def _complete(
-    document: YamlDocument, path: Path | None, runs: Path, detect: Detect | None, model_reader: ModelReader | None
-) -> list[str]:
-    """Add derived values to `document`. Returns one sentence for each assumption."""
-    notes = complete(document, (path or QUICKSTART).stem, runs, detect or one_cpu_rank, model_reader)
-    if path is not None:
-        return notes
-    assumed = " ".join(f"{dotted(path)}={text}" for path, text in _embedded_values(document))
-    return [*notes, f"no run file: {assumed} assumed"] if assumed else notes
 
 
 def _embedded_values(document: YamlDocument) -> Iterator[tuple[KeyPath, str]]:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from meshwright.config.family_dimensions import required_dimensions
-from meshwright.config.presets import MODEL_PRESETS
+from meshwright.config.presets import PRESET_EXPECTED
 from meshwright.config.schema import (
     accepts,
     all_keys,
@@ -218,7 +218,7 @@ def _missing_key_mistakes(cls: type, document: YamlDocument, paths: list[KeyPath
     required = required_dimensions(document.data.get("model") or {}) if model_keys else ()
     needed = [name for name in required if name in model_keys]
     if needed:
-        expected = f"a preset ({', '.join(MODEL_PRESETS)}) or all of {', '.join(required)}"
+        expected = f"{PRESET_EXPECTED}, weights (init: hf:FOLDER), or all of {', '.join(required)}"
         got = "none of them" if len(needed) == len(required) else f"no {', '.join(needed)}"
         mistakes.append(_mistake(document.key_position(("model",)), ("model",), expected, got))
     return mistakes

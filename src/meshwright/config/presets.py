@@ -7,10 +7,15 @@ from typing import Any
 
 from meshwright.families.registry import MODEL_PRESETS, PRESETS
 
-__all__ = ["CLUSTER_PRESETS", "MODEL_PRESETS", "cluster_names", "run_preset"]
+__all__ = ["CLUSTER_PRESETS", "MODEL_PRESETS", "PRESET_EXPECTED", "cluster_names", "run_preset"]
 
 CLUSTER_PRESETS = Path(__file__).with_name("clusters")
 """Folder of the example clusters, one YAML file each."""
+
+PRESET_EXPECTED = (
+    f"a preset such as llama3-8b, qwen3-8b or deepseek-v3 (the reference of run files lists all {len(PRESETS)})"
+)
+"""What is expected in place of a name that is no preset; the nearest name is told beside it."""
 
 
 def run_preset(name: str) -> dict[str, Any]:

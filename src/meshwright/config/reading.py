@@ -10,12 +10,14 @@ from typing import Any, Generic, TypeVar
 
 from meshwright.config.schema import accepts, annotation_at, literal_options, validate
 from meshwright.config.value_sources import COMMAND_LINE
-from meshwright.config.yaml_positions import KeyPath, YamlDocument
+from meshwright.config.yaml_positions import KeyPath, YamlDocument, dotted
 from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake, Refusal, raise_together, single_errors
 from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.run import RunSpec
 
 T = TypeVar("T")
+_OF_A_PLAN = ("model.", "cluster.", "train.global_batch", "train.seq_len", "train.optimizer")
+"""Beginnings of the keys that a plan depends on."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,19 @@ class RunReading:
     """All mistakes, not yet sorted."""
     unusable: frozenset[KeyPath]
     """Paths that have no usable value."""
-    notes: tuple[str, ...] = ()
-    """One sentence for each assumption."""
+    derived_notes: tuple[str, ...] = ()
+    """One sentence for each derived value."""
+    assumed: tuple[tuple[KeyPath, str], ...] = ()
+    """(path, value as text) of each key that the quick start gives to a run without a file."""
+
+    def notes(self, *, starts: bool = True) -> tuple[str, ...]:
+        """Return one sentence for each assumption. If the command starts no run (`starts` is False), values that do not
+        change a plan are left out.
+        """
+        relevant = [
+            f"{dotted(path)}={text}" for path, text in self.assumed if starts or dotted(path).startswith(_OF_A_PLAN)
+        ]
+        return (*self.derived_notes, *([f"no run file: {' '.join(relevant)} assumed"] if relevant else ()))
 
     def run(self) -> RunSpec:
         """Return the run. Raises BadConfig with every mistake."""

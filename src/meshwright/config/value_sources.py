@@ -37,6 +37,8 @@ Detect = Callable[[], dict[str, Any]]
 """Returns the ClusterSpec keys of this machine."""
 _SECTIONS = ("model", "data", "train", "cluster", "plan", "checkpoint", "observe", "supervision")
 """Sections that may be written without a value, which means an empty section."""
+_BESIDE_DIMENSIONS = ("adapter",)
+"""Keys of the model that stay if a later source names another preset."""
 
 
 def shown_name(path: Path | None) -> str:
@@ -80,8 +82,9 @@ def merge(base: YamlDocument, over: YamlDocument) -> YamlDocument:
 
     Sections are merged key by key. Lists, `data.mix` and values of different types are replaced.
 
-    A source that names another preset, optimizer or trace replaces the whole section `model`, `train.optimizer` or
-    `serve.workload`. If `data.mix` is replaced, the streams that only the replaced mix names are dropped.
+    A source that names another preset, optimizer or trace replaces the whole section `model` (but for adapters),
+    `train.optimizer` or `serve.workload`. If `data.mix` is replaced, the streams that only the replaced mix names are
+    dropped.
     """
     return YamlDocument(
         merged(base.data, over.data),
@@ -99,7 +102,7 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
     if not isinstance(base, dict) or not isinstance(over, dict) or path == ("data", "mix"):
         return over
     if path == ("model",) and over.get("preset") not in (None, base.get("preset")):
-        return over
+        return {**{key: base[key] for key in _BESIDE_DIMENSIONS if key in base}, **over}
     if path == ("train", "optimizer") and over.get("name") not in (None, base.get("name", "adamw")):
         return over
     if path == ("serve", "workload") and over.get("trace") not in (None, base.get("trace")):

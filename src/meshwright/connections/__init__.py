@@ -1,4 +1,4 @@
 """What all listeners share: limits of connections, accepting connections, and mutual proof of a key.
 
-It needs no torch.
+This module imports no torch.
 """

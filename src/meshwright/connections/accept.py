@@ -22,10 +22,7 @@ PAUSE_SECONDS = 0.05
 
 
 def listen_at(address: tuple[str, int], backlog: int = BACKLOG) -> socket.socket:
-    """Return a listening socket at (host, port), for IPv4 or IPv6.
-
-    Raises OSError, for example if the port is in use.
-    """
+    """Return a listening socket at (host, port), for IPv4 or IPv6. Raises OSError, for example if the port is in use."""
     host, port = address
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
     return socket.create_server(address, family=family, backlog=backlog)

@@ -36,20 +36,19 @@ class ListenerLimits:
 
 
 SERVE = ListenerLimits(connections=1 << 14, files=1 / 2)
+"""For the API of a server."""
 ADMIN = ListenerLimits(connections=64, files=1 / 16)
+"""For the admin port of a server."""
 ROUTE = ListenerLimits(connections=1 << 14, files=1 / 4)
-"""A client of a router needs two files: its own connection, and a connection to a server.
-
-So the share is half of SERVE's.
-"""
+"""For a router. A client needs two files: its own connection, and a connection to a server. So the share is half of SERVE's."""
 COORDINATOR = ListenerLimits(connections=8192, files=1 / 2, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=60.0)
+"""For the coordinator of a job, whose clients are agents."""
 METRICS = ListenerLimits(connections=16, files=1 / 8, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=10.0)
+"""For the metrics of a run."""
 SNAPSHOTS = ListenerLimits(connections=512, files=1 / 4, head_bytes=8 << 10, head_seconds=10.0, idle_seconds=120.0)
+"""For the snapshots of a host, whose clients are other hosts."""
 TRANSFERS = ListenerLimits(connections=256, files=1 / 4, head_bytes=4 << 10, head_seconds=5.0, idle_seconds=30.0)
-"""For engines that exchange blocks, and for `meshwright cache`.
-
-A client that has shown the key may be silent for longer.
-"""
+"""For engines that exchange blocks, and for `meshwright cache`. A client that has shown the key may be silent for longer."""
 
 
 def raise_file_limit() -> None:

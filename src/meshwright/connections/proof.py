@@ -29,6 +29,10 @@ class ProofSession:
     """Proofs of the messages of one connection: `sign` for messages that are sent, `accepts` for those that arrive."""
 
     def __init__(self, key: bytes, own: bytes, other: bytes) -> None:
+        """`key` is the key of this connection only.
+
+        `own` and `other` are the names of the two sides, `client` and `listener`.
+        """
         self._key = key
         self._own = own
         self._other = other
@@ -50,6 +54,7 @@ class Challenge:
     """The client's part of the proof. `nonce` is what it sends first."""
 
     def __init__(self, key: str, scope: str = "") -> None:
+        """`key` is the shared key. `scope` is what both sides must agree on, for example the name of a run."""
         self._key = key.encode()
         self._scope = scope.encode()
         self.nonce = secrets.token_hex(NONCE_BYTES)
@@ -68,10 +73,10 @@ class Challenge:
 
 
 def answer_challenge(key: str, client_nonce: object, scope: str = "") -> tuple[dict[str, str], ProofSession]:
-    """Return the listener's answer to a client's nonce, and the session.
+    """Return the listener's answer to a client's nonce, and the session. `scope` must be the client's.
 
-    The client proves that it knows the key with the proof of its first message. Raises WrongProof if `client_nonce`
-    is no nonce.
+    The client proves that it knows the key with the proof of its first message. Raises WrongProof if `client_nonce` is
+    no nonce.
     """
     if not is_nonce(client_nonce):
         raise WrongProof("expected a nonce")

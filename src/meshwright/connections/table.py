@@ -1,6 +1,4 @@
-"""The connections of one listener: how many there may be, which one is closed for a new one, and which exceed their
-time.
-"""
+"""The connections of one listener: how many there may be, which one is closed for a new one, and which exceed their time."""
 
 from __future__ import annotations
 
@@ -15,14 +13,16 @@ Connection = TypeVar("Connection", bound=Hashable)
 
 
 class ConnectionTable(Generic[Connection]):
-    """Limits the connections of a listener. It closes no connection itself: its methods return those that the caller
-    must close.
+    """Limits the connections of a listener.
+
+    It closes no connection itself: its methods return those that the caller must close.
 
     A connection is waiting if it has no request, or has not shown the key. If the table is full, the connection that
     has waited longest is closed for a new one. So idle connections of strangers cannot keep others out.
     """
 
     def __init__(self, limits: ListenerLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns monotonic seconds."""
         self.limits = limits
         self._clock = clock
         self._most = limits.most

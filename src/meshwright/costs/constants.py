@@ -112,7 +112,9 @@ class Constants:
     pipe_exposed: Array
     """Share of the transfers between stages that compute does not hide while the pipeline is full."""
     stall_s: Array
-    """Seconds by which a congested network delays a micro-batch at each stage boundary; 0 if no stalls were observed.
+    """Seconds by which a congested network delays a micro-batch at each stage boundary.
+
+    It is 0 if no stalls were observed.
     """
     stall_nodes: Array
     """Number of nodes at which a run's network is congested with probability 0.5."""
@@ -304,8 +306,8 @@ class Constants:
     net_ring: Array = 1.0
     """Share of the ports' bandwidth that a TCP ring with more than two ranks in each node reaches.
 
-    Own engine: a value between those of two runs that are sharded over two emulated nodes of four H200s. They reach
-    0.79 and 0.84 of the bandwidth of nodes with two ranks (benchmarks/results/2026-11-22-tcp-13b-8xH200.json,
+    Own engine: a value between 0.79 and 0.84. Two runs that are sharded over two emulated nodes of four H200s reach
+    these shares of the bandwidth of nodes with two ranks (benchmarks/results/2026-11-22-tcp-13b-8xH200.json,
     `zero3-384`, and 2026-11-22-layered-8xH200.json, `per-micro-batch`).
     """
     net_yield: Array = 0.0
@@ -386,8 +388,9 @@ def is_measured(generation: str, stack: str = OWN) -> bool:
 
 
 def unmeasured_chip_constants(chip: Chip) -> dict[str, float]:
-    """Return constants of this program's engine on a chip on which it was never measured; they replace those of the
-    generation.
+    """Return constants of this program's engine on a chip on which it was never measured.
+
+    They replace the constants of the generation.
 
     - Matmuls: on the measured chip (H200), matmuls of own runs reach a certain share of the fastest matmul measured
       there. They reach the same share of the fastest matmul of this chip, but at most the best quartile of published
@@ -409,8 +412,9 @@ def unmeasured_chip_constants(chip: Chip) -> dict[str, float]:
 
 
 def _best_share(chip: Chip) -> float | None:
-    """Return the share of the bf16 peak that the chip's fastest measured matmul reaches; None without such a
-    measurement.
+    """Return the share of the bf16 peak that the chip's fastest measured matmul reaches.
+
+    The result is None without such a measurement.
     """
     return chip.best_bf16_flops / chip.peak_flops["bf16"] if chip.best_bf16_flops else None
 

@@ -47,16 +47,18 @@ class Machine:
     host: Array = 25e9
     """Bandwidth between a device and host memory, while no other device of the node copies."""
     oversubscribed: Array = 1.0
-    """Factor by which the network's bandwidth above a pod is smaller than the sum of the pod's ports; 1 for a
-    full-bandwidth network.
+    """Factor by which the network's bandwidth above a pod is smaller than the sum of the pod's ports.
+
+    It is 1 for a full-bandwidth network.
     """
     pod: Array = np.inf
     """Number of devices below the oversubscribed level of the network."""
     expert_peak: Array = 0.0
-    """Peak of the matmuls of routed experts if their format differs from that of the other matmuls; otherwise 0."""
+    """Peak of the matmuls of routed experts if they have another format than the other matmuls; otherwise 0."""
     expert_format: Array = 0.0
-    """Format of the matmuls of routed experts, with the values of `matmul_format`; it counts where `expert_peak` is not
-    0.
+    """Format of the matmuls of routed experts, with the values of `matmul_format`.
+
+    It counts where `expert_peak` is not 0.
     """
     wide_gradients: Array = 1.0
     """1 if this program's engine computes the weight gradients of experts in bf16 while other matmuls are in fp8."""

@@ -45,8 +45,9 @@ CORRECTED_BAND = (-0.2, 0.2)
 
 
 def chip_of(cluster: ClusterSpec) -> Chip | None:
-    """Return the device of `cluster`: from the chip table, from its profile, or guessed; None if nothing is known about
-    it.
+    """Return the device of `cluster`: from the chip table, from its profile, or guessed.
+
+    The result is None if nothing is known about it.
 
     Rates are guessed in two cases: for a CPU without a profile, and for an unknown device whose memory the cluster
     states. The ranks of a node divide the cores of this host; a guessed CPU has the cores of one rank. Raises BadInput
@@ -88,8 +89,9 @@ def unpredicted_message(cluster: ClusterSpec) -> str:
 
 
 def hand_set_band(cluster: ClusterSpec) -> tuple[float, float] | None:
-    """Return the 80% band of a device without fitted runs, as ln(measured ÷ predicted) of its ends; None for devices of
-    the chip table.
+    """Return the 80% band of a device without fitted runs, as ln(measured ÷ predicted) of its ends.
+
+    The result is None for devices of the chip table.
 
     These bands are set by hand and wide: a guessed rate may be wrong by a factor of three, and the many small
     operations of a step may not reach the rates that were measured with large ones.
@@ -105,8 +107,8 @@ def fast_domain(cluster: ClusterSpec) -> int:
     """Return the number of devices that fast links connect.
 
     It is the `domain` of the network if the cluster states it. Otherwise it is the number of devices in a node, or the
-    chip's own domain if that is larger and the nodes are those of the chip's reference machine (NVL72: 4 devices per
-    node, 64 per domain).
+    chip's own domain if that is larger and a node has as many devices as in the chip's reference machine (NVL72: 4
+    devices per node, 64 per domain).
     """
     chip = chip_of(cluster)
     per_node = cluster.gpus_per_node
@@ -125,7 +127,7 @@ def network_rates(cluster: ClusterSpec) -> tuple[float, float]:
 
 
 def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
-    """Return the rates of `cluster` for matmuls in `number_format`, each that of the slowest node type.
+    """Return the rates of `cluster` for matmuls in `number_format`. Each rate is the lowest of all node types.
 
     Raises BadInput for a chip that is not in the table, for a format that a chip lacks, and if the groups have more
     nodes than the cluster.
@@ -168,8 +170,8 @@ def with_measurements(
     """Return constants and machine, updated with the measurements of the cluster's profile and the latencies that the
     cluster states.
 
-    A latency that the cluster states overrides a measured one. Without a profile, only the stated latencies change; the
-    constants of a CPU are those of `cpu_constants`. Raises BadInput if the profile cannot be read.
+    A latency that the cluster states overrides a measured one. Without a profile, only the stated latencies change; a
+    CPU has the constants of `cpu_constants`. Raises BadInput if the profile cannot be read.
     """
     if cluster.is_cpu:
         k = cpu_constants(k)
@@ -184,8 +186,9 @@ def with_measurements(
 
 
 def measured_port(cluster: ClusterSpec) -> float | None:
-    """Return the port rate in GB/s that is the reference of the profile's network measurements; None if the profile is
-    of one node.
+    """Return the port rate in GB/s that is the reference of the profile's network measurements.
+
+    The result is None if the profile is of one node.
 
     Emulated nodes have this bandwidth, unless the cluster states another one.
     """
@@ -224,7 +227,7 @@ def cpu_constants(k: Constants) -> Constants:
 
 
 def _chips(cluster: ClusterSpec, number_format: str) -> list[Chip]:
-    """Return the different chips of the cluster: first `cluster.gpu`, unless groups contain all nodes; then those of
+    """Return the different chips of the cluster: first `cluster.gpu`, unless all nodes are in groups; then the chips of
     the groups.
 
     Raises BadInput as `machine_of` does.

@@ -114,7 +114,7 @@ def reference_chip(profile: MachineProfile) -> Chip:
 def chip_of_profile(profile: MachineProfile) -> Chip:
     """Return a chip whose peaks are the best measured rates, for a device that is not in the chip table.
 
-    Rates that were not measured are those of `guessed_processor`.
+    Rates that were not measured are guesses (`guessed_processor`).
     """
     peaks: dict[str, float] = {}
     for entry in profile.products:
@@ -319,8 +319,9 @@ def _fit_links(profile: MachineProfile, chip: Chip, start: float, link: float) -
 
 
 def _fit_node_links(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> MeasuredFit:
-    """Fit `link`, `start_us` and `link_us` to collectives inside a node; `reference` is the bandwidth to which `link`
-    is relative, in bytes/s.
+    """Fit `link`, `start_us` and `link_us` to collectives inside a node.
+
+    `reference` is the bandwidth to which `link` is relative, in bytes/s.
 
     Groups of one size cannot tell `start_us` from `link_us`. Then both are the defaults, multiplied by one fitted
     factor.

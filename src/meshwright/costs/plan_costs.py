@@ -1,10 +1,10 @@
 """Step time of a Plan, from the closed-form cost model.
 
-The constants and the uncertainty band are those of this program's own engine (costs/own.yaml). They were fitted to runs
-on H200; for other GPU generations they are a guess (docs/design/cost-model.md).
+The constants and the uncertainty band belong to this program's own engine (costs/own.yaml). They were fitted to runs on
+H200; for other GPU generations they are a guess (docs/design/cost-model.md).
 
 Two things are approximate here. If layers have different strategies, the step time is a mean over layers. The time to
-fill a pipeline is that of 1F1B times a factor of the schedule. `simulator.step_simulation` instead simulates the
+fill a pipeline is the time of 1F1B times a factor of the schedule. `simulator.step_simulation` instead simulates the
 schedule operation by operation.
 """
 
@@ -68,6 +68,7 @@ class PlanTime:
     """Predicted time of one step."""
 
     seconds: float
+    """Seconds of one step."""
     low: float
     """Lower end of the 80% band, in seconds."""
     high: float
@@ -82,6 +83,7 @@ class Pricing:
 
     shape: Shape
     machine: Machine
+    """The slowest devices and links of the cluster."""
     layout: Layouts
     constants: Constants
     other_formats: Mapping[Linear, Pricing] = field(default_factory=dict)
@@ -118,13 +120,13 @@ def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
 def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Pricing | None:
     """Return the cost model's inputs for `plan`; None for an unknown chip or number format.
 
-    If nodes differ, the inputs are those of the slowest pipeline rank; `simulator.slow_nodes` computes the inputs of
-    each rank. Raises BadInput if the node groups contradict the cluster.
+    If nodes differ, the inputs describe the slowest pipeline rank; `simulator.slow_nodes` computes the inputs of each
+    rank. Raises BadInput if the node groups contradict the cluster.
     """
     compute = plan.precision.compute
     cluster = as_nodes(cluster)
     if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
-        # called for its check: it raises BadInput if the groups are invalid
+        # Called for its check: it raises BadInput if the groups are invalid.
         machine_of(cluster, matmul_dtype(plan.precision, cluster))
         cluster = slowest_rank_cluster(cluster, Layout.of(plan, cluster.gpus_per_node))
     chip = chip_of(cluster)
@@ -170,7 +172,7 @@ def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
 def matmul_dtype(precision: Precision, cluster: ClusterSpec) -> str:
     """Return the number format whose rate applies to the blocks' matmuls.
 
-    A CPU emulates fp8, so its rate is that of the compute dtype.
+    A CPU emulates fp8, so it multiplies at the rate of the compute dtype.
     """
     return precision.compute if cluster.is_cpu else precision.matmuls
 
@@ -296,8 +298,9 @@ def mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, m
 
 
 def _uniform_cost(priced: Pricing, layer: LayerStrategy, memory_share: float, offloaded: float) -> StepCost:
-    """Return the cost of a step if all layers had the strategy `layer`; `offloaded` is the share of all layers that
-    offload activations.
+    """Return the cost of a step if all layers had the strategy `layer`.
+
+    `offloaded` is the share of all layers that offload activations.
     """
     layout = replace(priced.layout, **strategy_columns(layer, offloaded))
     return step_cost(priced.shape, priced.machine, layout, priced.constants, memory_share)

@@ -45,6 +45,7 @@ class ServeFit(NamedTuple):
     """Fitted constants and their error."""
 
     constants: StepConstants
+    """The fitted constants."""
     median_error: float
     """Median relative error of the constants at a step that was left out of the fit; 0 if no step could be left out.
 
@@ -115,8 +116,9 @@ def _fitted_names(constants: StepConstants) -> tuple[str, ...]:
 
 
 def _with(constants: StepConstants, logs: np.ndarray) -> StepConstants:
-    """Return the constants with new values; `logs` are the logarithms of the fitted constants, in the order of
-    `_fitted_names`.
+    """Return the constants with new values.
+
+    `logs` are the logarithms of the fitted constants, in the order of `_fitted_names`.
     """
     return replace(constants, **dict(zip(_fitted_names(constants), np.exp(logs).tolist(), strict=True)))
 
@@ -139,8 +141,9 @@ def _device_seconds(times: InstanceStepTimes, step: StepTime) -> float:
 
 
 def _factors(errors: Sequence[tuple[int, float]]) -> tuple[StepFactor, ...]:
-    """Return the mean factor of measured over predicted time by size; `errors` has (size of the step in tokens, ln of
-    the factor).
+    """Return the mean factor of measured over predicted time by size.
+
+    `errors` has (size of the step in tokens, ln of the factor).
     """
     by_size = defaultdict(list)
     for tokens, error in errors:

@@ -24,8 +24,9 @@ class TrainingSoftware:
     constants: str
     """Name of its set of constants in constants.yaml or own.yaml."""
     parent: str = ""
-    """Name of the set that has the constants which its own set lacks; its own set lacks some if few runs were
-    published.
+    """Name of the set that has the constants which its own set lacks.
+
+    Its own set lacks some if few runs were published.
     """
     date: float
     """Year of the releases whose runs the constants follow, as a decimal (2024.5 is the middle of 2024).
@@ -44,7 +45,7 @@ class TrainingSoftware:
     balances_stages: bool = False
     """Whether it divides layers among pipeline stages by the compute of layers and head, instead of evenly."""
     prints_first_stage: bool = False
-    """Whether the memory that it prints is that of rank 0."""
+    """Whether it prints the memory of rank 0, not of the fullest rank."""
     states_sequence_split: bool = True
     """Whether its published tables state if tensor parallelism splits the sequence (sequence parallelism)."""
     expert_ranks: bool = True

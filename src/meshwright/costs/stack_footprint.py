@@ -69,7 +69,7 @@ class MemoryConstants:
 def memory_constants(stacks: list[str], values: dict[str, Any] | None = None) -> MemoryConstants:
     """Return the memory constants of several stacks, with arrays of length `len(stacks)`.
 
-    A constant that a stack lacks is that of its parent (`costs.software.parent_of`), or else that of `default`.
+    A constant that a stack lacks comes from its parent (`costs.software.parent_of`), or else from `default`.
     """
     values = values or table()["memory"]
     columns = [{**values["default"], **values.get(parent_of(stack), {}), **values.get(stack, {})} for stack in stacks]
@@ -79,7 +79,7 @@ def memory_constants(stacks: list[str], values: dict[str, Any] | None = None) ->
 def footprint(shape: Shape, layout: Layouts, k: MemoryConstants, first_only: Array = 0.0) -> dict[str, Array]:
     """Return the bytes by category of the first or the last pipeline stage, whichever needs more memory.
 
-    Where `first_only` is 1, the bytes are those of the first stage: some published runs report the memory of rank 0.
+    Where `first_only` is 1, the result is for the first stage: some published runs report the memory of rank 0.
     """
     first = _stage(shape, layout, k, last=False)
     last = _stage(shape, layout, k, last=True)
@@ -92,7 +92,7 @@ def _stage(shape: Shape, layout: Layouts, k: MemoryConstants, *, last: bool) -> 
     tensor_ranks = layout.tensor
     stages = layout.pipeline
     single = stages == 1
-    first_layers, final_layers = stage_layers(shape, layout)
+    first_layers, final_layers = stage_layers(shape, layout, (layout.fullest_layers, layout.head_layers))
     layers = np.where(single, shape.layers, final_layers if last else first_layers)
     dense, experts = stage_parameters(shape, layout, layers / shape.layers)
     replicated, owned = (shard_parameters(layout, dense, experts, layout.zero >= stage) for stage in (3, 1))

@@ -9,10 +9,11 @@ from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
 
-def stage_layers(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
+def stage_layers(shape: Shape, layout: Layouts, planned: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return the layers of the fullest pipeline rank, and of the last pipeline rank, which has the head.
 
-    If the layout states these numbers, they are returned. Otherwise, one of two rules of published software applies:
+    `planned` has these numbers in memory or in time, as the layout states them, and they are returned where they are not 0. Otherwise,
+    one of two rules of published software applies:
 
     - Even: every rank has the same number of layers, and the last rank also has the head. If the layers cannot be divided evenly,
       embedding and head count as one layer each.
@@ -34,5 +35,5 @@ def stage_layers(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
         first * (layout.pipeline - 1),
     )
     last = np.where((layout.balanced > 0) | ~divides, np.maximum(0.0, shape.layers - layers_before), first)
-    planned = np.asarray(layout.fullest_layers) > 0
-    return np.where(planned, layout.fullest_layers, first), np.where(planned, layout.head_layers, last)
+    is_planned = np.asarray(planned[0]) > 0
+    return np.where(is_planned, planned[0], first), np.where(is_planned, planned[1], last)

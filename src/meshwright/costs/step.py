@@ -71,6 +71,8 @@ class StepCost:
     """Waits until the host has launched kernels."""
     optimizer: Array
     """The update."""
+    forward: Array
+    """A micro-batch's forward over all layers, which hides a part of the update."""
     constant: Array
     """Fixed time of each step."""
     exposed: dict[str, Array]
@@ -157,7 +159,8 @@ def step_cost(
     # All-reduces over replicas overlap with the last reductions over shards, so also the exposed part of those can hide them.
     stage_backward = stage - stage_forward + last / layout.pipeline / _overlapping_micro_batches(layout)
     data_seconds = first_and_last + _gradient_traffic(shape, machine, layout, k, stage_forward, stage_backward)
-    update = _optimizer_seconds(shape, machine, layout, k, layers_time - backward)
+    forward = layers_time - backward
+    update = optimizer_seconds(shape, machine, layout, k, forward)
     nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
     constant = (k.step_ms + k.sync_ms * nodes) * 1e-3
     # Nodes differ in when their hosts launch kernels. With one CUDA graph for each layer, hosts launch so little that they do not differ.
@@ -182,6 +185,7 @@ def step_cost(
         fill,
         layer_seconds.host * per_step + micro_batches * host_micro,
         update,
+        forward,
         constant,
         exposed,
     )
@@ -190,10 +194,11 @@ def step_cost(
 def _return_seconds(layout: Layouts, message: Array, forward: Array, backward: Array) -> Array:
     """Return the seconds in which ranks with virtual stages wait until a micro-batch has passed all ranks and comes back.
 
-    With p ranks, a rank computes p micro-batches until the first one comes back, if messages take no time. Messages delay its return by p
-    messages. In layered order the micro-batches beyond p hide this delay. In interleaved order there are exactly p at the beginning and at
-    the end. In a V-shaped placement micro-batches turn around at the last rank, so no rank waits. `forward` and `backward` are the
-    seconds of one micro-batch in all stages of a rank, `message` those of one message.
+    With p ranks, a rank computes p micro-batches until the first one comes back, if messages take no time. Messages delay its return by the
+    time of p messages. In layered order (all micro-batches run through a layer before the next layer) the micro-batches after the first p
+    hide this delay. In interleaved order there are exactly p micro-batches at the beginning and at the end. In a V-shaped placement
+    micro-batches turn around at the last rank, so no rank waits. `forward` and `backward` are the seconds of one micro-batch in all stages
+    of a rank, `message` those of one message.
     """
     further = np.where(layout.layered > 0, np.maximum(0.0, layout.micro_batches - layout.pipeline), 0.0)
     returns = np.where(layout.vee > 0, 0.0, layout.virtual - 1)
@@ -234,7 +239,7 @@ def _stage_seconds(shape: Shape, layout: Layouts, all_layers_seconds: Array, tim
     """Return the seconds of one micro-batch on the slowest pipeline rank, and in all stages together."""
     all_stages = all_layers_seconds + times.head + times.embed
     per_layer = all_layers_seconds / shape.layers
-    full_layers, last_layers = stage_layers(shape, layout)
+    full_layers, last_layers = stage_layers(shape, layout, (layout.slowest_layers, layout.slowest_head_layers))
     stage = np.maximum(full_layers * per_layer, last_layers * per_layer + times.head)
     return np.where(layout.pipeline > 1, stage, all_stages), all_stages
 
@@ -360,7 +365,7 @@ def _gradient_traffic(
     # An interleaved rank ends with p backwards of each virtual stage in turn (Narayanan et al. 2021, figure 4). So the reductions of one
     # virtual stage overlap with the last round of the others. Gathers of updated weights overlap only with the first forward.
     rounds = 1 + LAST_ROUND_OVERLAP * (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
-    rounds = np.where(layout.layered > 0, 1.0, rounds)
+    rounds = np.where((layout.layered > 0) | (layout.vee > 0), 1.0, rounds)
     least_exposed = 1 - np.minimum(k.hide, 1.0)  # exposed share with unlimited compute beside it
     rounds = rounds * _overlapping_micro_batches(layout)
     exposed = np.maximum(reduced - k.hide * backward * rounds, least_exposed * reduced / layout.virtual)
@@ -416,7 +421,7 @@ def owned_params(shape: Shape, layout: Layouts) -> Array:
     return shape.trained * shard_parameters(layout, dense, experts, layout.zero >= 1)
 
 
-def _optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants, forward: Array) -> Array:
+def optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants, forward: Array) -> Array:
     """Return the seconds of the optimizer's update; with offload, only those that the first forward does not hide.
 
     `forward` is the seconds of a micro-batch's forward over all layers.

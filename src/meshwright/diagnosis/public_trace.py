@@ -1,6 +1,6 @@
 """Reads a public trace: a Parquet file of operations, and a YAML file that describes the job.
 
-The format is that of the artifact of "Understanding Stragglers in Large Model Training Using What-if Analysis"
+The format is defined by the artifact of "Understanding Stragglers in Large Model Training Using What-if Analysis"
 (OSDI'25).
 """
 
@@ -26,11 +26,17 @@ class TraceJob:
     """Sizes of the traced job. Of each tensor- and sequence-parallel group, one rank is recorded."""
 
     dp_size: int = 1
+    """Data-parallel ranks."""
     pp_size: int = 1
+    """Pipeline ranks."""
     tp_size: int = 1
+    """Tensor ranks."""
     dsp_size: int = 1
+    """Ranks that divide sequences."""
     vpp_size: int = 1
+    """Model chunks on each pipeline rank."""
     world_size: int = 1
+    """Number of all ranks."""
 
     @property
     def ranks_per_worker(self) -> int:

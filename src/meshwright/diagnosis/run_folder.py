@@ -73,8 +73,9 @@ def _with_coordinates(spans: list[RankSpans]) -> list[RankRecords]:
 
 
 def _without_first_step(spans: RankSpans) -> np.ndarray:
-    """Return the records without those of the first step after the start, because that step also compiles, connects and
+    """Return the records without the first step after the start, because that step also compiles, connects and
     allocates.
+
     """
     records = spans.records
     # Records from before the first step have the number of the step before it.

@@ -30,7 +30,9 @@ class GraphMessage(NamedTuple):
     """Identifies a message: its direction, the model chunk that receives it, and its micro-batch."""
 
     direction: str
+    """"forward" (activations) or "backward" (gradients)."""
     receiving_chunk: int
+    """Model chunk that receives the message."""
     microbatch: int
 
 
@@ -97,7 +99,7 @@ def _add_optional(builder: GraphBuilder, node: Node, previous: list[int]) -> int
 
 
 def _message(entries: OperationTable, index: int, name: str) -> GraphMessage:
-    """Return what identifies the message of an operation, the same for the send and the receive."""
+    """Return what identifies the message of an operation. A send and its receive have equal results."""
     direction, _, end = name.partition("-")
     chunk = int(entries.virtual_stage[index]) + (RECEIVER_OFFSET[direction] if end == "send" else 0)
     return GraphMessage(direction, chunk, int(entries.microbatch[index]))

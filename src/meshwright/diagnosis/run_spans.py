@@ -36,11 +36,13 @@ class RankRecords:
     """The spans of one rank."""
 
     rank: int
+    """Global rank."""
     stage: int
     """Pipeline rank."""
     dp: int
     """Index of the rank among the ranks of its stage."""
     host: str
+    """Name of its host."""
     records: np.ndarray
     """Array with the fields of `events.span.SpanRecord`; `phase` is an index into `phases`."""
     phases: Sequence[str]
@@ -147,7 +149,7 @@ def _operations(rank: RankRecords, records: np.ndarray, steps: Sequence[int]) ->
     types = np.full(len(records), -1, dtype=np.int16)
     for name, operation in TYPE_OF_PHASE.items():
         types[phase == codes[name]] = CODE_OF[operation]
-    # a send without an amount is the wait for the last sends
+    # A send without an amount is the wait for the last sends.
     sends = (phase == codes["send"]) & (records["amount"] > 0)
     for selected, end in ((phase == codes["receive"], "recv"), (sends, "send")):
         forward = (records["peer"] < records["stage"]) == (end == "recv")
@@ -217,8 +219,9 @@ def _attention_work(operations: _Columns, work: np.ndarray) -> np.ndarray:
 
 
 def _at_compute(records: np.ndarray, name: str, ordinal: np.ndarray, duration_ns: np.ndarray) -> _Columns:
-    """Return operations of type `name` that belong to compute operations; `ordinal` has the positions of these in their
-    step.
+    """Return operations of type `name` that belong to compute operations.
+
+    `ordinal` has the positions of these in their step.
     """
     return _Columns(
         step=records["step"],

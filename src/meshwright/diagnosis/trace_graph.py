@@ -1,7 +1,7 @@
 """Finds the dependencies of a step in the public traces: Megatron's pipeline of forwards and backwards with recorded
 messages.
 
-The rules are those of "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25) and of its
+The rules come from "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25) and its
 artifact:
 
 - Operations of one stream run in the order of their starts.
@@ -38,12 +38,15 @@ class TraceOperation(NamedTuple):
     """An operation of a stage in the step that is the template. Times are in nanoseconds."""
 
     start: int
+    """Start of the operation."""
     sequence: int
     """Number among the operations of the same type."""
     type: str
+    """Type of the operation, a name in `operations.TYPES`."""
     node: int
     """Index of its node in the graph."""
     end: int
+    """End of the operation."""
     chunk: int
     """Model chunk on the pipeline rank."""
     virtual_stage: int
@@ -143,8 +146,9 @@ def _add_messages(builder: GraphBuilder, stages: list[Stage]) -> None:
 
 
 def _match_compute(stage: Stage, name: str, number: int, stages: int) -> list[tuple[TraceOperation, int | None]]:
-    """Return each message of this type with the index of its compute operation; None for a message that was never
-    launched.
+    """Return each message of this type with the index of its compute operation.
+
+    The result is None for a message that was never launched.
 
     Receives that start after the start of the last compute operation were never launched, nor were sends that end
     before the end of the first one. The first receive of a stage may be missing.

@@ -2,7 +2,7 @@
 
 The launcher writes to a rank's standard input. A rank writes to a pipe, whose file descriptor is in the environment
 variable `CHANNEL`. Ranks that another launcher has started (torchrun, Slurm) have no pipe; they drop their messages.
-It needs no torch.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class SelfTest:
 class SelfTestResult:
     """Waiting process to launcher: the errors that the self-test has found, as empty texts if there were none.
 
-    `failure` is an error of the device. `exchange` is an error in communication with other ranks. `exchanged` is
-    false if the communication did not complete.
+    `failure` is an error of the device. `exchange` is an error in communication with other ranks. `exchanged` is false
+    if the communication did not complete.
     """
 
     failure: str
@@ -67,9 +67,7 @@ class EndMessage:
 
 @dataclass(frozen=True)
 class CollectivesRequest:
-    """Launcher to rank: append the collectives that torch has recorded to the file in memory `path`, as one line of
-    JSON.
-    """
+    """Launcher to rank: append the collectives that torch has recorded to the file in memory `path`, as one line of JSON."""
 
     path: str
 
@@ -201,6 +199,7 @@ def pipe_line(fields: Mapping[str, Any]) -> bytes:
         name = max(lengths, key=lengths.__getitem__, default="")
         if lengths.get(name, 0) <= 1:
             return line
+        # Shorten the longest text in proportion to the excess, and by 8 characters more, so that few rounds are needed.
         fields[name] = fields[name][: max(0, lengths[name] * LINE_BYTES // len(line) - 8)] + "…"
     return line
 
@@ -241,10 +240,7 @@ class MessageChannel:
         return self._descriptor is not None
 
     def send(self, message: Message) -> None:
-        """Write a message if the pipe has space, else drop it.
-
-        Only a FailureMessage waits for space, up to `SEND_SECONDS`.
-        """
+        """Write a message if the pipe has space, else drop it. Only a FailureMessage waits for space, up to `SEND_SECONDS`."""
         if self._descriptor is None:
             return
         if isinstance(message, FailureMessage):

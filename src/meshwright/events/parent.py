@@ -1,4 +1,4 @@
-"""Ends a process when its parent ends, so that no child process keeps a device in use. It needs no torch."""
+"""Ends a process when its parent ends, so that no child process keeps a device in use. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ COMMAND_LINE = (
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies.
-
-    Without `PARENT` in the environment, this does nothing.
-    """
+    """Ask the kernel to kill this process when its parent dies. Without `PARENT` in the environment, this does nothing."""
     parent = os.environ.get(PARENT)
     if parent is None or sys.platform != "linux":
         return

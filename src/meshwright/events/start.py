@@ -46,10 +46,7 @@ class StartClock:
 
     @classmethod
     def for_rank(cls) -> StartClock:
-        """Return the clock of a rank that was launched on this host.
-
-        Its phase `command` ends when this process started.
-        """
+        """Return the clock of a rank that was launched on this host. Its phase `command` ends when this process started."""
         clock = cls(float(os.environ[START_TIME_VARIABLE]) if START_TIME_VARIABLE in os.environ else None)
         clock.end("command", at=max(clock.start_time, process_start_time()))
         return clock
@@ -81,6 +78,7 @@ def process_start_time() -> float:
     """
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+            # The 20th field after the command's name: clock ticks from boot to the start of this process.
             ticks = int(file.read().rpartition(")")[2].split()[19])
         since_boot = ticks / os.sysconf("SC_CLK_TCK")
         # Both clocks are read now, and not before the file: the process may have been delayed while it read the file.
@@ -90,10 +88,7 @@ def process_start_time() -> float:
 
 
 def start_line(phases: Mapping[str, float], compiler: Mapping[str, float]) -> str:
-    """Return the line `start took 11.2 s: imports 3.1, join 1.2, …`.
-
-    `compiler` has the figures of `observe.compiling`.
-    """
+    """Return the line `start took 11.2 s: imports 3.1, join 1.2, …`. `compiler` has the figures of `observe.compiling`."""
     parts = [f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= SHORTEST_SECONDS]
     line = f"start took {sum(phases.values()):.1f} s: {', '.join(parts)}"
     compiled, cached = (compiler.get(key, 0.0) for key in ("compiled", "from_cache"))

@@ -1,6 +1,6 @@
 """Prints lines for people.
 
-Printing never fails, because a closed terminal or pipe must not end a run. It needs no torch.
+Printing never fails, because a closed terminal or pipe must not end a run. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ def fitted(text: str, stream: TextIO | None = None) -> str:
 
     If the stream is not a terminal, the text is returned unchanged.
     """
-    stream = stream or sys.stderr
+    columns = columns_of(stream or sys.stderr)
+    return wrapped(text, columns) if columns else text
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Return the width of the terminal `stream`. None if the stream is not a terminal or is closed."""
     try:
-        return wrapped(text, os.get_terminal_size(stream.fileno()).columns) if stream.isatty() else text
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else None
     except (OSError, ValueError):  # the stream is closed, or has no file descriptor
-        return text
+        return None
 
 
 def wrapped(text: str, columns: int) -> str:
-    """Break lines that are longer than `columns` between words, and indent their continuations.
-
-    A longer word stays whole.
-    """
+    """Break lines that are longer than `columns` between words, and indent their continuations. A longer word stays whole."""
     lines = []
     for line in text.split("\n"):
         indent = line[: len(line) - len(line.lstrip())] + HANGING

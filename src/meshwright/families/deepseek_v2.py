@@ -78,3 +78,4 @@ PRESETS = presets(
     yarn={"mscale": 0.707, "mscale_all_dim": 0.707},
     **HEADS,
 )
+RELEASES = ("DeepSeek-V2-Lite-Chat", "DeepSeek-V2-Chat")

@@ -62,3 +62,4 @@ PRESETS = presets(
     yarn={"mscale": 1.0, "mscale_all_dim": 1.0},
     **HEADS,
 )
+RELEASES = ("DeepSeek-V3", "DeepSeek-V3.1", "DeepSeek-R1")

@@ -55,3 +55,4 @@ PRESETS = presets(
     shared_expert_hidden=2816,
     routing_scale=2.5,
 )
+RELEASES = ("dots.llm1.inst",)

@@ -41,3 +41,4 @@ RELEASED = {
 }
 """Fields that all released models have in common, also those with experts."""
 PRESETS = presets({"ernie4.5-0.3b": size(18, 1024, 16, 2, 3072, 6e-4)}, **RELEASED)
+RELEASES = ("ERNIE-4.5-0.3B-PT",)

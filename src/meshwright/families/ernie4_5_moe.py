@@ -61,3 +61,4 @@ _SIZES = {
     "ernie4.5-300b-a47b": size(54, 8192, 64, 8, 28672, 1.5e-4, **_LARGE),
 }
 PRESETS = presets(_SIZES, experts=64, **RELEASED)
+RELEASES = ("ERNIE-4.5-21B-A3B-PT", "ERNIE-4.5-300B-A47B-PT")

@@ -57,3 +57,4 @@ PRESETS = presets(
     rope_scaling={"factor": 16.0},
     norm_eps=1e-5,
 )
+RELEASES = ("EXAONE-4.0-1.2B", "EXAONE-4.0-32B")

@@ -32,3 +32,4 @@ PRESETS = presets(
     rope_theta=500000.0,
     norm_eps=1e-6,
 )
+RELEASES = ("FlexOlmo-7x7B-1T",)

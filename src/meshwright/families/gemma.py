@@ -44,3 +44,4 @@ PRESETS = presets(
     max_seq_len=8192,
     norm_eps=1e-6,
 )
+RELEASES = ("gemma-2b-it", "gemma-7b-it")

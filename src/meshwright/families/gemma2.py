@@ -58,3 +58,4 @@ PRESETS = presets(
     norm_eps=1e-6,
     **layers.windowed(layers.periodic(2, 2), 4096),
 )
+RELEASES = ("gemma-2-2b-it", "gemma-2-9b-it", "gemma-2-27b-it")

@@ -86,3 +86,4 @@ PRESETS = presets(
     norm_eps=1e-6,
     **_layers(1024, {"kind": "linear", "factor": 8.0}),
 )
+RELEASES = ("gemma-3-1b-it",)

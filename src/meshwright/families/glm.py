@@ -23,3 +23,4 @@ PRESETS = presets(
     vocab_size=151552,
     max_seq_len=131072,
 )
+RELEASES = ("glm-4-9b-chat-hf",)

@@ -49,3 +49,4 @@ PRESETS = presets(
     vocab_size=151552,
     max_seq_len=32768,
 )
+RELEASES = ("GLM-4-9B-0414", "GLM-4-32B-0414")

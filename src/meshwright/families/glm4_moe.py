@@ -60,3 +60,4 @@ PRESETS = presets(
     qkv_bias=True,
     experts_per_token=8,
 )
+RELEASES = ("GLM-4.5-Air", "GLM-4.5", "GLM-4.6", "GLM-4.7")

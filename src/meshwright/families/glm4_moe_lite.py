@@ -61,3 +61,4 @@ PRESETS = presets(
     first_dense_layers=1,
     routing_scale=1.8,
 )
+RELEASES = ("GLM-4.7-Flash",)

@@ -117,3 +117,4 @@ PRESETS = (
     )
     | presets({"pangu-alpha-200b": _of_kind(64, 16384, 128, 2e-5)}, seq_len=1024, vocab_size=40000, max_seq_len=1024)
 )
+RELEASES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")

@@ -72,3 +72,4 @@ PRESETS = presets(
     expert_hidden=2880,
     **layers.windowed(layers.periodic(2, 2), 128),
 )
+RELEASES = ("gpt-oss-20b", "gpt-oss-120b")

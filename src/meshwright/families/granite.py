@@ -41,3 +41,4 @@ PRESETS = presets(
     rope_theta=10000000.0,
     **RELEASED,
 )
+RELEASES = ("granite-3.3-2b-instruct", "granite-3.3-8b-instruct")

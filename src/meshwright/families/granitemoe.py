@@ -58,3 +58,4 @@ PRESETS = presets(
     **_EIGHT,
     **RELEASED,
 )
+RELEASES = ("granite-3.1-1b-a400m-instruct", "granite-3.1-3b-a800m-instruct")

@@ -21,3 +21,4 @@ FAMILY = replace(
     from_config=lambda config: {**GRANITEMOE.from_config(config), **_KEYS.read(config)},
     to_config=lambda spec: {**GRANITEMOE.to_config(spec), **_KEYS.write(spec)},
 )
+RELEASES = ("moe-7b-1b-active-shared-experts",)

@@ -54,3 +54,4 @@ PRESETS = presets(
     rope_theta=rope.stretched_base(10000.0, 100000.0, 128),
     **RELEASED,
 )
+RELEASES = ("Hunyuan-7B-Instruct", "Hunyuan-MT-7B")

@@ -59,3 +59,4 @@ PRESETS = presets(
     shared_expert_hidden=3072,
     **RELEASED,
 )
+RELEASES = ("Hunyuan-A13B-Instruct",)

@@ -26,3 +26,4 @@ PRESETS = presets(
     yarn={"factor": 32.0, "beta_fast": 1.0},
     **HEADS,
 )
+RELEASES = ("Kimi-K2-Instruct",)

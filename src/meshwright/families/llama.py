@@ -66,3 +66,10 @@ PRESETS = presets(
 ) | presets(
     {"llama-nano": size(4, 256, 4, 2, 640, 3e-3)}, seq_len=256, head_dim=64, vocab_size=0, max_seq_len=1024, tied=True
 )
+RELEASES = (
+    "Llama-3.1-8B-Instruct",
+    "Llama-3.2-1B-Instruct",
+    "Llama-3.3-70B-Instruct",
+    "Llama-2-7b-chat-hf",
+    "SmolLM2-1.7B-Instruct",
+)

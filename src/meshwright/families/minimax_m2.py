@@ -61,3 +61,4 @@ PRESETS = presets(
     vocab_size=200064,
     max_seq_len=196608,
 )
+RELEASES = ("MiniMax-M2",)

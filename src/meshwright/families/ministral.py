@@ -29,3 +29,4 @@ FAMILY = replace(
     from_config=_from_config,
     to_config=_to_config,
 )
+RELEASES = ("Ministral-8B-Instruct-2410",)

@@ -52,3 +52,4 @@ PRESETS = presets(
     rope_theta=1000000.0,
     yarn=_YARN,
 )
+RELEASES = ("Ministral-3-8B-Instruct-2512",)

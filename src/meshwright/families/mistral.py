@@ -41,3 +41,4 @@ PRESETS = presets(
     vocab_size=131072,
     max_seq_len=32768,
 )
+RELEASES = ("Mistral-7B-Instruct-v0.3", "Mistral-Nemo-Instruct-2407", "Mistral-Small-24B-Instruct-2501")

@@ -46,3 +46,4 @@ PRESETS = presets(
     max_seq_len=32768,
     rope_theta=1000000.0,
 )
+RELEASES = ("Mixtral-8x7B-Instruct-v0.1",)

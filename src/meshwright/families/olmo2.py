@@ -52,3 +52,4 @@ PRESETS = presets(
     rope_theta=500000.0,
     norm_eps=1e-6,
 )
+RELEASES = ("OLMo-2-0425-1B-Instruct", "OLMo-2-1124-7B-Instruct", "OLMo-2-0325-32B-Instruct")

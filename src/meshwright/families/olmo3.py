@@ -47,3 +47,4 @@ PRESETS = presets(
     norm_eps=1e-6,
     **layers.rotated(layers.periodic(4, 4), _WINDOW, _ROPES),
 )
+RELEASES = ("Olmo-3-7B-Instruct", "Olmo-3-32B-Think")

@@ -54,3 +54,4 @@ PRESETS = presets(
     max_seq_len=4096,
     norm_eps=1e-5,
 )
+RELEASES = ("OLMoE-1B-7B-0924-Instruct",)

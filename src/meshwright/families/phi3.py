@@ -69,3 +69,4 @@ PRESETS = presets(
     seq_len=4096,
     head_dim=128,
 )
+RELEASES = ("phi-4", "Phi-4-mini-instruct", "Phi-3-mini-4k-instruct", "Phi-3-medium-4k-instruct")

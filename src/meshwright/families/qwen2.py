@@ -52,3 +52,4 @@ PRESETS = presets(
     rope_theta=1000000.0,
     norm_eps=1e-5,
 )
+RELEASES = ("Qwen2.5-7B-Instruct", "Qwen2.5-72B-Instruct", "Qwen2-7B-Instruct")

@@ -73,3 +73,4 @@ PRESETS = presets(
     norm_eps=1e-6,
     rope_theta=1_000_000.0,
 )
+RELEASES = ("Qwen1.5-MoE-A2.7B", "Qwen2-57B-A14B-Instruct")

@@ -47,3 +47,4 @@ PRESETS = presets(
     },
     **RELEASED,
 )
+RELEASES = ("Qwen3-8B", "Qwen3-0.6B", "Qwen3-32B")

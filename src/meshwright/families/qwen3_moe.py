@@ -59,3 +59,4 @@ PRESETS = presets(
     experts_per_token=8,
     **RELEASED,
 )
+RELEASES = ("Qwen3-30B-A3B", "Qwen3-235B-A22B")

@@ -21,6 +21,10 @@ PRESETS: dict[str, Preset] = {
     name: preset for module in _modules for name, preset in getattr(module, "PRESETS", {}).items()
 }
 """Every preset by its name."""
+RELEASES: dict[str, tuple[str, ...]] = {
+    module.FAMILY.model_type: getattr(module, "RELEASES", ()) for module in _modules
+}
+"""Names of some released models of every family, without the publisher. The docs list families with these names."""
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
     name: {
         "family": module.FAMILY.model_type,

@@ -39,3 +39,4 @@ PRESETS = presets(
     rope_theta=10000000.0,
     norm_eps=1e-6,
 )
+RELEASES = ("Seed-OSS-36B-Instruct",)

@@ -64,3 +64,4 @@ PRESETS = presets(
     blocks={"rotary": {}, "bare": {"positions": "none"}},
     pattern=["3*rotary", "bare"],
 )
+RELEASES = ("SmolLM3-3B",)

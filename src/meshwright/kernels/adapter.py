@@ -37,7 +37,7 @@ class ExpertAdapter(nn.Module):
                 self.register_parameter(f"{layer}_{part.parameter('a')}", nn.Parameter(a))
                 self.register_parameter(f"{layer}_{part.parameter('b')}", nn.Parameter(b))
 
-    def forward(self, layer: str, rows: Tensor, y: Tensor, offsets: Tensor, *, plain: bool) -> Tensor:
+    def forward(self, layer: str, rows: Tensor, y: Tensor, offsets: Tensor, *, reference: bool) -> Tensor:
         """Return y `(rows, out)` plus what a layer's adapters add for its input `rows` `(rows, in)`; rows are sorted by expert."""
         a, b = (self._of(layer, name) for name in "ab")
         if len(a) == 1:
@@ -47,8 +47,8 @@ class ExpertAdapter(nn.Module):
             rank = a[0].shape[1]
             reduce = torch.cat(a, dim=1)
             expand = torch.cat([F.pad(b[0], (0, rank)), F.pad(b[1], (rank, 0))], dim=1)
-        reduced = grouped_linear(rows, reduce, offsets, plain=plain)
-        return y + self.scale * grouped_linear(reduced, expand, offsets, plain=plain)
+        reduced = grouped_linear(rows, reduce, offsets, reference=reference)
+        return y + self.scale * grouped_linear(reduced, expand, offsets, reference=reference)
 
     def _of(self, layer: str, name: str) -> list[Tensor]:
         return [self.get_parameter(f"{layer}_{part.parameter(name)}") for part in self.parts[layer]]

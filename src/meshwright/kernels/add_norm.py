@@ -16,22 +16,22 @@ MAX_WIDTH = KERNEL_WIDTHS[-1]
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, plain: bool = False
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, reference: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return `x + delta` and its RMSNorm over the last dimension, both shaped like x `(…, width)`.
 
     The sum is rounded to the dtype of x before the norm, as with separate operators. `weight` is `(width,)`; `eps` and
     `plus_one` are those of `norm.rms_norm`.
 
-    A Triton kernel runs on CUDA. The separate operators run with `plain`, on other devices, with gradients, for widths
+    A Triton kernel runs on CUDA. The separate operators run with `reference`, on other devices, with gradients, for widths
     above MAX_WIDTH, in fp64, and if the dtypes or shapes differ.
     """
-    if not plain and _runs_kernel(x, delta, weight):
+    if not reference and _runs_kernel(x, delta, weight):
         from meshwright.kernels.add_norm_triton import fused_add_rms_norm
 
         return fused_add_rms_norm(x, delta, weight, eps, plus_one=plus_one)
     total = x + delta
-    return total, rms_norm(total, weight, eps, plus_one=plus_one, plain=plain)
+    return total, rms_norm(total, weight, eps, plus_one=plus_one, reference=reference)
 
 
 def add_copies_rms_norm(
@@ -42,7 +42,7 @@ def add_copies_rms_norm(
     eps: float,
     *,
     plus_one: bool = False,
-    plain: bool = False,
+    reference: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return x plus the output of an MoE layer, and the RMSNorm of this sum; both `(1, tokens, width)` like x.
 
@@ -50,13 +50,13 @@ def add_copies_rms_norm(
     experts, and `shared` `(1, tokens, width)` is the output of the shared expert, if there is one. Each sum is rounded to
     the dtype of x, as with separate operators. The other arguments are those of `add_rms_norm`.
     """
-    if not plain and copies.dtype == x.dtype and _runs_kernel(x, x if shared is None else shared, weight):
+    if not reference and copies.dtype == x.dtype and _runs_kernel(x, x if shared is None else shared, weight):
         from meshwright.kernels.add_norm_triton import fused_add_copies_rms_norm
 
         return fused_add_copies_rms_norm(x, copies, shared, weight, eps, plus_one=plus_one)
     delta = copies.sum(1).view_as(x)
     delta = delta if shared is None else delta + shared
-    return add_rms_norm(x, delta, weight, eps, plus_one=plus_one, plain=plain)
+    return add_rms_norm(x, delta, weight, eps, plus_one=plus_one, reference=reference)
 
 
 def _runs_kernel(x: Tensor, delta: Tensor, weight: Tensor) -> bool:

@@ -62,7 +62,7 @@ def attention(
     mask: AttentionMask | None = None,
     *,
     sinks: Tensor | None = None,
-    plain: bool = False,
+    reference: bool = False,
 ) -> Tensor:
     """Causal attention of q `(batch, seq, heads, head_dim)` over k and v `(batch, seq, kv_heads, head_dim)`.
 
@@ -72,15 +72,15 @@ def attention(
     - `mask`: None means that each query attends to all earlier keys. If the mask was made for some `queries` only, q has only these
       queries; k and v have the whole sequence.
     - `sinks` `(heads,)`: a further score in the softmax of each head (`kernels.sinks`).
-    - `plain`: use torch's basic operators; the mask must then be made with `plain=True`.
+    - `reference`: use torch's basic operators; the mask must then be made with `reference=True`.
 
     With a dense mask and sinks, or with a cap on such a mask, all scores are computed explicitly.
     """
     if mask is not None and mask.flash is not None:
         return window_attention.window_attention(q, k, v, mask.flash, sinks)
     particular = sinks is not None or (mask is not None and mask.cap is not None)
-    if plain or (particular and mask is not None and mask.blocks is None):
-        return _plain_attention(q, k, v, mask, sinks)
+    if reference or (particular and mask is not None and mask.blocks is None):
+        return _reference_attention(q, k, v, mask, sinks)
     if particular:
         return _flex_attention(q, k, v, mask, sinks) if mask is not None else sink_attention(q, k, v, sinks)[0]
     q = q.transpose(1, 2)
@@ -107,7 +107,7 @@ def make_mask(
     head_dim: int | None = None,
     dtype: torch.dtype | None = None,
     document_sizes: tuple[int, int] | None = None,
-    plain: bool = False,
+    reference: bool = False,
 ) -> AttentionMask | None:
     """Return the mask for `seq` tokens, or None if every query attends to all earlier tokens and scores have no `cap`.
 
@@ -118,7 +118,7 @@ def make_mask(
     - `head_dim`, `dtype`: of queries, keys and values. FlashAttention is chosen only if both are given.
     - `document_sizes`: number of documents, and tokens of the longest. If FlashAttention needs them and they are None, the host waits for
       the device.
-    - `plain`: make the dense form on every device, for plain attention and for fp64, which flex attention lacks.
+    - `reference`: make the dense form on every device, for plain attention and for fp64, which flex attention lacks.
     """
     if window is not None and window >= seq:
         window = None
@@ -127,10 +127,10 @@ def make_mask(
         documents is None
         and window is None
         and cap is None
-        and not (in_fixed_order and device.type == "cuda" and not plain)
+        and not (in_fixed_order and device.type == "cuda" and not reference)
     ):
         return None
-    if device.type == "cuda" and not plain:
+    if device.type == "cuda" and not reference:
         if window is not None and queries is None and window_attention.is_chosen(head_dim, window, cap, dtype, device):
             flash = window_attention.flash_window(window, documents, document_sizes)
             return AttentionMask(flash=flash, documents=documents)
@@ -264,7 +264,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _plain_attention(
+def _reference_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, sinks: Tensor | None = None
 ) -> Tensor:
     wide = accumulate_dtype(q.dtype)

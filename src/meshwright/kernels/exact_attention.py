@@ -72,24 +72,24 @@ def attend_exactly(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor
 
 
 def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, *, plain: bool = False
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, *, reference: bool = False
 ) -> Tensor:
     """Return `kernels.attention.attention` with the bits of `attend_exactly`, for training.
 
     q is `(batch, seq, heads, head_dim)`, k and v `(batch, seq, kv_heads, head_dim)`. `mask` is None, or a dense mask of
     packed documents. A document begins at each token that sees only itself. The backward is that of `attention`.
     """
-    return _ExactAttention.apply(q, k, v, mask, plain)
+    return _ExactAttention.apply(q, k, v, mask, reference)
 
 
 class _ExactAttention(torch.autograd.Function):
     """`exact_attention` with the backward of `kernels.attention.attention`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, plain: bool) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, reference: bool) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.attention_mask = mask
-        ctx.plain = plain
+        ctx.reference = reference
         out = torch.empty_like(q)
         for row, starts in enumerate(_document_starts(q, mask)):
             for start, stop in zip(starts, [*starts[1:], q.shape[1]], strict=True):
@@ -107,7 +107,7 @@ class _ExactAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            out = attention(q, k, v, ctx.attention_mask, plain=ctx.plain)
+            out = attention(q, k, v, ctx.attention_mask, reference=ctx.reference)
         return *torch.autograd.grad(out, inputs, grad_out), None, None
 
 

@@ -23,20 +23,20 @@ from meshwright.kernels.linear import Linear
 from meshwright.kernels.swiglu import gated_activation
 
 
-def gated_mlp(x: Tensor, gate_up: Linear, down: Linear, *, gelu: bool = False, plain: bool = False) -> Tensor:
+def gated_mlp(x: Tensor, gate_up: Linear, down: Linear, *, gelu: bool = False, reference: bool = False) -> Tensor:
     """Return down(gated_activation(gate_up(x))) `(…, out)` of x `(…, in)`, with SiLU, or with `gelu`.
 
     The output of `gate_up` `(…, 2 · width)` has the gates first.
 
     The fused operator runs if all of these hold: SiLU; both layers multiply in fp8 with one scale per tensor; neither
-    has a bias or an adapter; and with gradients enabled both weights are trained. Otherwise, and with `plain`, the layers
+    has a bias or an adapter; and with gradients enabled both weights are trained. Otherwise, and with `reference`, the layers
     run separately.
     """
     layers = (gate_up, down)
     fused = all(layer.scaling == "tensorwise" and layer.bias is None and layer.adapter is None for layer in layers)
     fused = fused and (not torch.is_grad_enabled() or all(layer.weight.requires_grad for layer in layers))
-    if plain or gelu or not fused:
-        return down(gated_activation(gate_up(x), gelu=gelu, plain=plain))
+    if reference or gelu or not fused:
+        return down(gated_activation(gate_up(x), gelu=gelu, reference=reference))
     with_grad = torch.is_grad_enabled()
     taps = (*(gate_up.taps or ()), *(down.taps or ())) if with_grad else ()
     save = with_grad and (gate_up.weight.requires_grad or down.weight.requires_grad)

@@ -159,37 +159,37 @@ def sizes_stay_on_device(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, reference: bool = False) -> Tensor:
     """Multiply each row of x `(rows, in)` by the transposed matrix of its group. weight is `(groups, out, in)`, the result `(rows, out)`.
 
     Group g has the rows from `offsets[g - 1]` to `offsets[g]`; the last offset is the number of rows. For bf16 on CUDA it is one grouped
-    matmul. Otherwise, and with `plain`, it is a loop over groups, and the host reads the groups' sizes. Raises BadInput if the fast path
+    matmul. Otherwise, and with `reference`, it is a loop over groups; the host reads the groups' sizes. Raises BadInput if the fast path
     gets widths that are not multiples of 8.
     """
-    plain = plain or not sizes_stay_on_device(x)
-    if not plain and (weight.shape[1] % 8 or weight.shape[2] % 8):
+    reference = reference or not sizes_stay_on_device(x)
+    if not reference and (weight.shape[1] % 8 or weight.shape[2] % 8):
         raise BadInput(
             f"a grouped matmul in bf16 needs widths that are multiples of 8, got experts of {weight.shape[2]} to {weight.shape[1]}: "
             "change model.hidden and model.expert_hidden, or plan.compute: fp32"
         )
-    return _grouped_linear(x, weight, offsets, plain)
+    return _grouped_linear(x, weight, offsets, reference)
 
 
 # A custom operator, because torch.compile cannot trace sizes that the host reads, and because torch's own backward requires gradients of
 # a certain memory layout.
 @torch.library.custom_op("meshwright::grouped_linear", mutates_args=())
-def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> Tensor:
-    if plain or not x.shape[0]:  # no rows: no token has chosen an expert of this rank
+def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, reference: bool) -> Tensor:
+    if reference or not x.shape[0]:  # no rows: no token has chosen an expert of this rank
         return grouped_linear_loop(x, weight, offsets)
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
 
 
 @torch.library.custom_op("meshwright::grouped_linear_backward", mutates_args=())
 def _grouped_linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, plain: bool
+    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, reference: bool
 ) -> tuple[Tensor, Tensor]:
     grad = grad.contiguous()
-    return (grouped_gradients_loop if plain or not x.shape[0] else grouped_gradients)(grad, x, weight, offsets)
+    return (grouped_gradients_loop if reference or not x.shape[0] else grouped_gradients)(grad, x, weight, offsets)
 
 
 def grouped_gradients(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,12 +197,14 @@ def grouped_gradients(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) 
     return F.grouped_mm(grad, weight, offs=offsets), _fast_weight_gradient(grad, x, offsets)
 
 
-def grouped_weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
+def grouped_weight_gradient(
+    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, reference: bool = False
+) -> Tensor:
     """Return the gradient of weight `(groups, out, in)`, in the dtype of x.
 
     `grad` is the gradient of the output `(rows, out)`, contiguous; x is `(rows, in)`. It is fast under the conditions of `grouped_linear`.
     """
-    if plain or not x.is_cuda or x.dtype != torch.bfloat16 or not x.shape[0]:
+    if reference or not x.is_cuda or x.dtype != torch.bfloat16 or not x.shape[0]:
         return _weight_gradient_loop(grad, x, weight, offsets)
     return _fast_weight_gradient(grad, x, offsets)
 
@@ -252,28 +254,28 @@ def groups_of(offsets: Tensor) -> list[slice]:
 
 
 @_grouped_linear.register_fake
-def _(x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> Tensor:
-    del offsets, plain
+def _(x: Tensor, weight: Tensor, offsets: Tensor, reference: bool) -> Tensor:
+    del offsets, reference
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
 @_grouped_linear_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> tuple[Tensor, Tensor]:
-    del grad, offsets, plain
+def _(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, reference: bool) -> tuple[Tensor, Tensor]:
+    del grad, offsets, reference
     return torch.empty_like(x), torch.empty_like(weight)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
     del output
-    x, weight, offsets, ctx.plain = inputs
+    x, weight, offsets, ctx.reference = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, offsets)
 
 
 def _autograd_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, offsets = ctx.saved_tensors
     if x is None:  # a frozen weight
-        return _grouped_linear(grad.contiguous(), weight.transpose(1, 2), offsets, ctx.plain), None, None, None
-    return *_grouped_linear_backward(grad, x, weight, offsets, ctx.plain), None, None
+        return _grouped_linear(grad.contiguous(), weight.transpose(1, 2), offsets, ctx.reference), None, None, None
+    return *_grouped_linear_backward(grad, x, weight, offsets, ctx.reference), None, None
 
 
 _grouped_linear.register_autograd(_autograd_backward, setup_context=_setup_context)

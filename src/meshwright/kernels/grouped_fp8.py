@@ -27,36 +27,38 @@ GROUPED_MAJOR = 9
 """Major CUDA compute capability for which torch has grouped matmuls with scales per row: 9, Hopper."""
 
 
-def grouped_linear_fp8(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
+def grouped_linear_fp8(x: Tensor, weight: Tensor, offsets: Tensor, *, reference: bool = False) -> Tensor:
     """Return `grouped.grouped_linear` with rows and matrices rounded to e4m3: `(rows, out)` in the dtype of x.
 
     x is `(rows, in)`, `weight` `(groups, out, in)`, `offsets` `(groups,)` the end of each group's rows. `in` and `out` are
-    multiples of 16. On CUDA one grouped matmul runs. Elsewhere, and with `plain`, a loop over the groups runs, for which
+    multiples of 16. On CUDA one grouped matmul runs. Elsewhere, and with `reference`, a loop over the groups runs, for which
     the host reads the offsets.
     """
-    return _grouped_linear_fp8(x, weight, offsets, plain)[0]
+    return _grouped_linear_fp8(x, weight, offsets, reference)[0]
 
 
 # These are custom operators for the same reasons as `grouped._grouped_linear`.
 @torch.library.custom_op("meshwright::grouped_linear_fp8", mutates_args=())
-def _grouped_linear_fp8(x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> tuple[Tensor, Tensor]:
+def _grouped_linear_fp8(x: Tensor, weight: Tensor, offsets: Tensor, reference: bool) -> tuple[Tensor, Tensor]:
     """Return the matmul, and the largest scale of each matrix `(groups,)`, which the backward uses."""
     matrices = quantize_rows(weight)
-    out = grouped_matmul(quantize_rows(x), matrices, offsets, x.dtype, plain=plain)
+    out = grouped_matmul(quantize_rows(x), matrices, offsets, x.dtype, reference=reference)
     return out, matrices.scale.amax((1, 2))
 
 
 @torch.library.custom_op("meshwright::grouped_linear_fp8_backward", mutates_args=())
 def _grouped_linear_fp8_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, scale: Tensor, plain: bool
+    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, scale: Tensor, reference: bool
 ) -> tuple[Tensor, Tensor]:
     grad = grad.contiguous()
-    x_grad = grouped_matmul(quantize_rows(grad), transposed_matrices(weight, scale), offsets, grad.dtype, plain=plain)
-    return x_grad, grouped_weight_gradient(grad, x, weight, offsets, plain=plain)
+    x_grad = grouped_matmul(
+        quantize_rows(grad), transposed_matrices(weight, scale), offsets, grad.dtype, reference=reference
+    )
+    return x_grad, grouped_weight_gradient(grad, x, weight, offsets, reference=reference)
 
 
 def grouped_matmul(
-    x: Fp8Matrix, matrices: Fp8Matrix, offsets: Tensor, dtype: torch.dtype, *, plain: bool = False
+    x: Fp8Matrix, matrices: Fp8Matrix, offsets: Tensor, dtype: torch.dtype, *, reference: bool = False
 ) -> Tensor:
     """Multiply each row of x `(rows, in)` by the transposed matrix of its group: `(rows, out)` in `dtype`.
 
@@ -65,7 +67,7 @@ def grouped_matmul(
     `use_fast_accum` makes the tensor cores keep partial sums in lower precision, in the forward and the backward. Without it
     torch selects a kernel that reaches a third of the FLOP rate with 1,024 rows per group.
     """
-    if plain or not x.values.is_cuda or not x.values.shape[0]:
+    if reference or not x.values.is_cuda or not x.values.shape[0]:
         out = torch.empty(x.values.shape[0], matrices.values.shape[1], dtype=dtype, device=x.values.device)
         for group, inside in enumerate(groups_of(offsets)):
             matrix = Fp8Matrix(matrices.values[group], matrices.scale[group])
@@ -99,26 +101,28 @@ def transposed_matrices(matrices: Tensor, scale: Tensor) -> Fp8Matrix:
 
 
 @_grouped_linear_fp8.register_fake
-def _(x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> tuple[Tensor, Tensor]:
-    del offsets, plain
+def _(x: Tensor, weight: Tensor, offsets: Tensor, reference: bool) -> tuple[Tensor, Tensor]:
+    del offsets, reference
     return x.new_empty(x.shape[0], weight.shape[1]), weight.new_empty(weight.shape[0], dtype=torch.float32)
 
 
 @_grouped_linear_fp8_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, scale: Tensor, plain: bool) -> tuple[Tensor, Tensor]:
-    del grad, offsets, scale, plain
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, scale: Tensor, reference: bool
+) -> tuple[Tensor, Tensor]:
+    del grad, offsets, scale, reference
     return torch.empty_like(x), torch.empty_like(weight)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.plain = inputs
+    *tensors, ctx.reference = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _autograd_backward(ctx: Any, grad: Tensor, scale_grad: Tensor | None) -> tuple[Tensor | None, ...]:
     del scale_grad
-    return *_grouped_linear_fp8_backward(grad, *ctx.saved_tensors, ctx.plain), None, None
+    return *_grouped_linear_fp8_backward(grad, *ctx.saved_tensors, ctx.reference), None, None
 
 
 _grouped_linear_fp8.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -7,7 +7,7 @@ See also CloudMatrix-Infer (arXiv 2506.12708).
 Dot products are summed in 32-bit integers, which is exact up to `MOST_INPUTS` inputs, and the scales multiply the sum.
 So a token's result depends neither on the order of additions nor on the other tokens.
 
-On CUDA, Triton kernels run. Elsewhere, and with `plain`, torch multiplies the same integers.
+On CUDA, Triton kernels run. Elsewhere, and with `reference`, torch multiplies the same integers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def int8_linear(x: Int8Matrix, weight: Int8Matrix, bias: Tensor | None, dtype: t
 
 
 def grouped_int8(
-    x: Int8Matrix, matrices: Int8Matrix, offsets: Tensor, dtype: torch.dtype, *, plain: bool = False
+    x: Int8Matrix, matrices: Int8Matrix, offsets: Tensor, dtype: torch.dtype, *, reference: bool = False
 ) -> Tensor:
     """Multiply each row of x `(rows, in)` by the transposed matrix of its group: `(rows, out)` in `dtype`.
 
@@ -75,7 +75,7 @@ def grouped_int8(
     and group 0 begins at row 0. `offsets` is `(groups,)` int32, and the last offset is the number of rows. On CUDA the
     host does not read the offsets.
     """
-    if x.values.is_cuda and not plain:
+    if x.values.is_cuda and not reference:
         from meshwright.kernels.grouped_int8_triton import grouped_matmul
 
         return grouped_matmul(x.values, matrices.values, x.scale, matrices.scale, offsets, dtype)

@@ -6,7 +6,7 @@ view `(blocks, tokens, rank + rotated)`. All heads attend to the same numbers: t
 also the value. Slots, block tables and sequences are those of `paged_attention`. In an fp8 cache (e4m3), magnitudes
 above 448 become 448.
 
-On CUDA, Triton kernels run. Elsewhere, and with `plain`, torch gathers the blocks of one sequence after another.
+On CUDA, Triton kernels run. Elsewhere, and with `reference`, torch gathers the blocks of one sequence after another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rotate_and_write_latents(
     cache_layer: Tensor,
     slots: Tensor,
     *,
-    plain: bool = False,
+    reference: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return q and key rotated to `positions`, and write latent and rotated key into the `slots` of `cache_layer`.
 
@@ -42,7 +42,7 @@ def rotate_and_write_latents(
 
     Rotation and rounding are those of `rope.rotate_neighbours`. The results have the shapes of q and key.
     """
-    if runs_kernels(q, plain):
+    if runs_kernels(q, reference):
         from meshwright.kernels.latent_write_triton import rotate_write_latents
 
         out = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(key.shape)
@@ -75,7 +75,7 @@ def latent_attention(
     *,
     scale: float,
     decodes: int = 0,
-    plain: bool = False,
+    reference: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the causal attention of absorbed queries over the cache: weighted means of latents `(queries, heads, rank)`.
@@ -90,7 +90,7 @@ def latent_attention(
     queries are then padding, and their results are 0. The result is contiguous.
     """
     out = q.new_empty(q.shape) if out is None else out
-    if runs_kernels(q, plain):
+    if runs_kernels(q, reference):
         step = (cache_layer, block_tables, context_lengths, query_starts)
         _attend_by_kernels(q, q_rotated, *step, out, scale, decodes)
         return out
@@ -110,7 +110,7 @@ def latent_attention(
         blocks = block_tables[sequence, : -(-length // block_tokens)].long()
         rows = source[blocks].view(cache_layer.dtype).flatten(0, 1)[:length, None].to(q.dtype)
         mask = visible_keys(count, length, None, q.device)
-        out[queries] = attention(both[queries][None], rows[None], rows[None], mask, plain=plain)[0, ..., :rank]
+        out[queries] = attention(both[queries][None], rows[None], rows[None], mask, reference=reference)[0, ..., :rank]
     return out
 
 

@@ -9,7 +9,7 @@ REMOVED = float("-inf")
 """Score of a token that cannot be drawn."""
 
 
-def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, plain: bool = False) -> Tensor:
+def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, reference: bool = False) -> Tensor:
     """Return `scores` `(samples, vocab)` with the score of every token that top-k, top-p or min-p excludes set to -inf.
 
     `top_k` `(samples,)`: keep this many likeliest tokens; 0 keeps all.
@@ -18,9 +18,9 @@ def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, 
     `min_p` `(samples,)`: keep tokens of at least this fraction of the highest probability; 0 keeps all.
 
     The likeliest token always stays. Tokens with equal scores all stay, or none of them. On a GPU a kernel finds the
-    thresholds without sorting; with `plain` the scores are sorted there too.
+    thresholds without sorting; with `reference` the scores are sorted there too.
     """
-    if scores.is_cuda and not plain:
+    if scores.is_cuda and not reference:
         from meshwright.kernels.likeliest_triton import keep
 
         return keep(scores, top_k, top_p, min_p)

@@ -57,7 +57,7 @@ def linear_cross_entropy(
     weights: Tensor | None = None,
     cap: float | None = None,
     z_loss: float = 0.0,
-    plain: bool = False,
+    reference: bool = False,
 ) -> LossSums:
     """Return the summed losses of the tokens; negative targets are ignored.
 
@@ -67,13 +67,13 @@ def linear_cross_entropy(
     - `weights` `(tokens,)`: factors of the cross-entropies, not of the z-losses. They may be negative and have no gradient. None: all are
       1.
     - `cap`: bound of the logits. `z_loss`: weight of the z-loss.
-    - `plain`: compute torch's cross-entropy over all logits at once.
+    - `reference`: compute torch's cross-entropy over all logits at once.
     """
     if weights is not None:
         weights = weights.to(accumulate_dtype(hidden.dtype))
-    if plain:
+    if reference:
         logits = capped(F.linear(hidden, weight).to(accumulate_dtype(hidden.dtype)), cap)
-        return _plain_sums(logits, targets, weights, z_loss)
+        return _reference_sums(logits, targets, weights, z_loss)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return LossSums(*_LinearCrossEntropy.apply(hidden, weight, targets, weights, chunk, cap, z_loss))
     losses = -token_log_probabilities(hidden, weight, targets, chunk, cap=cap)
@@ -91,14 +91,14 @@ def token_log_probabilities(
     *,
     cap: float | None = None,
     fixed_order: bool = False,
-    plain: bool = False,
+    reference: bool = False,
 ) -> Tensor:
     """Return the log-probability of each target `(tokens,)`, without gradient; 0 where the target is negative.
 
     The dtype is fp32 (fp64 for fp64 input). The arguments are as in `linear_cross_entropy`. With `fixed_order` on CUDA, the bits of a
     token's result do not depend on the other tokens, and are those that an invariant engine gives.
     """
-    if plain:
+    if reference:
         logits = capped(F.linear(hidden, weight).to(accumulate_dtype(hidden.dtype)), cap)
         return -F.cross_entropy(logits, targets.clamp_min(-1), ignore_index=-1, reduction="none")
     parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
@@ -124,7 +124,7 @@ def cap_in_place(logits: Tensor, cap: float | None) -> Tensor | None:
     return derivative
 
 
-def _plain_sums(logits: Tensor, targets: Tensor, weights: Tensor | None, z_loss: float) -> LossSums:
+def _reference_sums(logits: Tensor, targets: Tensor, weights: Tensor | None, z_loss: float) -> LossSums:
     if weights is None:
         loss = F.cross_entropy(logits, targets.clamp_min(-1), ignore_index=-1, reduction="sum")
     else:

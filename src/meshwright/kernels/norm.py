@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm over the last dimension. Statistics are in fp32 (fp64 for fp64); results in the input's dtype.
 
 torch's fused operators compute them by default. On CUDA, without gradients, a Triton kernel computes wide rows: it takes
-1.8 µs for a token of 4,096 numbers on an H200, and `F.rms_norm` takes 6.2 µs. With `plain` the formulas are computed step
+1.8 µs for a token of 4,096 numbers on an H200, and `F.rms_norm` takes 6.2 µs. With `reference` the formulas are computed step
 by step.
 """
 
@@ -30,7 +30,7 @@ class HeadNorms(NamedTuple):
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, plain: bool = False, kernel: bool = True
+    x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False, reference: bool = False, kernel: bool = True
 ) -> Tensor:
     """Return `x / sqrt(mean(x²) + eps) · weight` over the last dimension of x `(..., width)` (Zhang & Sennrich 2019).
 
@@ -40,14 +40,14 @@ def rms_norm(
     `kernel`: False never runs the Triton kernel. Then the bits are the same with and without gradients; torch's operator
         adds the squares of a row in another order than the Triton kernel.
     """
-    if kernel and not plain and _runs_kernel(x, weight):
+    if kernel and not reference and _runs_kernel(x, weight):
         from meshwright.kernels.add_norm_triton import fused_rms_norm
 
         return fused_rms_norm(x, weight, eps, plus_one=plus_one)
-    if not plain and not plus_one:
+    if not reference and not plus_one:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.to(accumulate_dtype(x.dtype))
-    if plain:
+    if reference:
         return rms_norm_of(x, wide.square().mean(dim=-1, keepdim=True), weight, eps, plus_one=plus_one)
     return F.rms_norm(wide, weight.shape, 1 + weight.to(wide.dtype), eps).to(x.dtype)
 
@@ -70,12 +70,12 @@ def rms_norm_of(x: Tensor, mean_square: Tensor, weight: Tensor, eps: float, *, p
     return (wide * torch.rsqrt(mean_square + eps) * factor).to(x.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, plain: bool = False) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, reference: bool = False) -> Tensor:
     """Return `(x - mean) / sqrt(variance + eps) · weight + bias` over the last dimension of x `(..., width)`.
 
-    `weight` and `bias` are `(width,)`. With `plain` the formula is computed step by step.
+    `weight` and `bias` are `(width,)`. With `reference` the formula is computed step by step.
     """
-    if not plain:
+    if not reference:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     wide = x.to(accumulate_dtype(x.dtype))
     centred = wide - wide.mean(dim=-1, keepdim=True)

@@ -6,7 +6,7 @@ a token in the cache is `block * tokens + offset`. Sequence s of a step has the 
 `query_starts[s + 1] - 1`; they are the last ones of its `context_lengths[s]` tokens, whose keys and values are in the
 blocks `block_tables[s]`.
 
-On CUDA, Triton kernels run; elsewhere, and with `plain`, torch's operators gather the blocks of each sequence in turn.
+On CUDA, Triton kernels run; elsewhere, and with `reference`, torch's operators gather the blocks of each sequence in turn.
 An fp8 cache has `scales` `(2, kv_heads)` in fp32: a stored number times its scale is the key or value.
 """
 
@@ -44,10 +44,10 @@ INVARIANT_PART = 256
 
 
 def write_cache(
-    k: Tensor, v: Tensor, cache_layer: Tensor, slots: Tensor, *, scales: Tensor | None = None, plain: bool = False
+    k: Tensor, v: Tensor, cache_layer: Tensor, slots: Tensor, *, scales: Tensor | None = None, reference: bool = False
 ) -> None:
     """Write k and v `(tokens, kv_heads, head_dim)` into the `slots` `(tokens,)` of `cache_layer`; negative slots are skipped."""
-    if runs_kernels(k, plain):
+    if runs_kernels(k, reference):
         from meshwright.kernels.cache_write_triton import rotate_write
 
         rotate_write(k, k, v, None, slots, cache_layer, slots, None, None, scales)
@@ -76,7 +76,7 @@ def rotate_and_write(
     rotated_keys: Tensor | None = None,
     norms: HeadNorms | None = None,
     neighbours: bool = False,
-    plain: bool = False,
+    reference: bool = False,
 ) -> Tensor:
     """Return q rotated to `positions` `(tokens,)`, and write k, rotated, and v into the `slots` of `cache_layer`.
 
@@ -86,7 +86,7 @@ def rotate_and_write(
     rounding are those of `rope.rotate`, with `neighbours` those of `rope.rotate_neighbours`. With `norms` heads of q and k are normed
     first.
     """
-    if runs_kernels(q, plain):
+    if runs_kernels(q, reference):
         from meshwright.kernels.cache_write_triton import rotate_write
 
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -95,8 +95,8 @@ def rotate_and_write(
         )
         return out
     if norms is not None:
-        q = rms_norm(q, norms.query, norms.eps, plus_one=norms.plus_one, plain=plain)
-        k = rms_norm(k, norms.key, norms.eps, plus_one=norms.plus_one, plain=plain)
+        q = rms_norm(q, norms.query, norms.eps, plus_one=norms.plus_one, reference=reference)
+        k = rms_norm(k, norms.key, norms.eps, plus_one=norms.plus_one, reference=reference)
     if tables is not None:
         cos, sin = tables
         step_tables = cos[positions][:, None], sin[positions][:, None]
@@ -105,7 +105,7 @@ def rotate_and_write(
         k = turn(k, step_tables)
     if rotated_keys is not None:
         rotated_keys.copy_(k)
-    write_cache(k, v, cache_layer, slots, scales=scales, plain=plain)
+    write_cache(k, v, cache_layer, slots, scales=scales, reference=reference)
     return q
 
 
@@ -123,7 +123,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     cap: float | None = None,
     invariant: bool = False,
-    plain: bool = False,
+    reference: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q `(queries, heads, head_dim)` over the cache; the result is shaped like q and contiguous.
@@ -136,7 +136,7 @@ def paged_attention(
     if given.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    if runs_kernels(q, plain):
+    if runs_kernels(q, reference):
         step = (cache_layer, block_tables, context_lengths, query_starts)
         _attend_by_kernels(q, *step, out, decodes, decode_queries, window, scales, sinks, cap, invariant)
         return out
@@ -151,7 +151,7 @@ def paged_attention(
         first = 0 if window is None else max(0, length - count - window + 1)
         k, v = _gather(cache_layer, block_tables[sequence], first, length, scales, q.dtype)
         mask = visible_keys(count, k.shape[0], window, q.device, cap)
-        out[queries] = attention(q[queries][None], k[None], v[None], mask, sinks=sinks, plain=plain)[0]
+        out[queries] = attention(q[queries][None], k[None], v[None], mask, sinks=sinks, reference=reference)[0]
     return out
 
 
@@ -165,7 +165,7 @@ def prompt_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     cap: float | None = None,
-    plain: bool = False,
+    reference: bool = False,
 ) -> None:
     """Causal attention within prompts of `lengths` tokens into `out`, from the step's own q, k and v.
 
@@ -176,7 +176,9 @@ def prompt_attention(
     for length in lengths:
         tokens = slice(start, start + length)
         mask = visible_keys(length, length, window, q.device, cap)
-        out[tokens] = attention(q[tokens][None], k[tokens][None], v[tokens][None], mask, sinks=sinks, plain=plain)[0]
+        out[tokens] = attention(
+            q[tokens][None], k[tokens][None], v[tokens][None], mask, sinks=sinks, reference=reference
+        )[0]
         start += length
 
 
@@ -245,9 +247,9 @@ def _attend_by_kernels(
         paged_prefill(q, *step, out, queries=q.shape[0] - rows, window=window, scales=scales, sinks=sinks, cap=cap)
 
 
-def runs_kernels(x: Tensor, plain: bool) -> bool:
+def runs_kernels(x: Tensor, reference: bool) -> bool:
     """Whether Triton kernels compute operations on x."""
-    return x.is_cuda and x.element_size() <= 4 and not plain
+    return x.is_cuda and x.element_size() <= 4 and not reference
 
 
 def _gather(

@@ -2,7 +2,7 @@
 
 A partial result has the logsumexp of its scores beside it. Two partial results and their logsumexps are enough to combine them (online
 softmax; Milakov & Gimelshein 2018, Rabe & Staats 2021). The gradients of a part need only the combined result and its logsumexp (Dao et
-al. 2022). With `plain` scores are computed explicitly. Otherwise the functions call torch's inner operators of scaled-dot-product
+al. 2022). With `reference` scores are computed explicitly. Otherwise the functions call torch's inner operators of scaled-dot-product
 attention, because the public function does not return the logsumexp. On CUDA that is cuDNN, or FlashAttention for shapes that cuDNN does
 not support; on a CPU it is FlashAttention.
 
@@ -69,16 +69,16 @@ def visible_part(rank: int, source: int, queries: tuple[int, int], keys: tuple[i
 
 
 def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, *, lengths_vary: bool = False, plain: bool = False
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, *, lengths_vary: bool = False, reference: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return attention over these keys alone, in the dtype of q, and the logsumexp of the scores, in fp32 (fp64 for fp64).
 
     Scores are scaled by 1/√head_dim; `causal` needs as many keys as queries. `lengths_vary` says that few calls have equal lengths.
     """
     heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    backend = "plain" if plain else _backend(*heads, causal, lengths_vary)
-    if backend == "plain":
-        return _plain_attention(q, k, v, causal)
+    backend = "reference" if reference else _backend(*heads, causal, lengths_vary)
+    if backend == "reference":
+        return _reference_attention(q, k, v, causal)
     if backend == "fixed order":
         out, logsumexp = fixed_order_attention.fixed_order_attention(*heads, causal)
     elif backend == "cudnn":
@@ -100,17 +100,17 @@ def partial_gradients(
     causal: bool,
     *,
     lengths_vary: bool = False,
-    plain: bool = False,
+    reference: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the parts of the gradients of q, k and v that these keys contribute.
 
     `grad` is the gradient of the combined result `out`, whose logsumexp is `logsumexp`. `lengths_vary` must be as in the forward. With
-    `plain` the results have the dtype of the logsumexp, otherwise the dtype of q.
+    `reference` the results have the dtype of the logsumexp, otherwise the dtype of q.
     """
     heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    backend = "plain" if plain else _backend(*heads, causal, lengths_vary)
-    if backend == "plain":
-        return _plain_gradients(grad, q, k, v, out, logsumexp, causal)
+    backend = "reference" if reference else _backend(*heads, causal, lengths_vary)
+    if backend == "reference":
+        return _reference_gradients(grad, q, k, v, out, logsumexp, causal)
     inputs = grad.transpose(1, 2), *heads, out.transpose(1, 2)
     lengths = q.shape[1], k.shape[1]
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of dropout, which is off
@@ -159,7 +159,7 @@ def _combine(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Ten
 def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths_vary: bool) -> str:
     """Name of the backend that supports q, k and v `(batch, heads, seq, head_dim)`."""
     if not q.is_cuda:
-        return "cpu" if q.shape[-1] == v.shape[-1] else "plain"
+        return "cpu" if q.shape[-1] == v.shape[-1] else "reference"
     in_fixed_order = torch.are_deterministic_algorithms_enabled()
     if in_fixed_order and fixed_order_attention.supports(q, v):
         return "fixed order"
@@ -171,7 +171,7 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths_vary: bool) 
     if cudnn:
         return "cudnn"
     _warn_once(str(q.dtype), q.shape[-1])
-    return "plain"
+    return "reference"
 
 
 @cache
@@ -183,7 +183,7 @@ def _warn_once(dtype: str, head_dim: int) -> None:
     )
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, causal)
     values = _repeat_heads(v, q)
     logsumexp = torch.logsumexp(scores, dim=-1)
@@ -191,7 +191,7 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Ten
     return out.transpose(1, 2).to(q.dtype), logsumexp
 
 
-def _plain_gradients(
+def _reference_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys = _repeat_heads(k, q)

@@ -8,7 +8,7 @@ its input, and then rounded by one of these functions:
     "fp8 blocks"   `block_matmuls.quantize_groups` (e4m3)
 
 On CUDA a Triton kernel computes a token in one program. Where it is fused, the rounding costs no kernel of its own.
-Elsewhere, and with `plain`, the operators run separately.
+Elsewhere, and with `reference`, the operators run separately.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ MAX_WIDTH = 32768
 
 
 @overload
-def quantize_rows(x: Tensor, number_format: Literal["fp8"] = "fp8", *, plain: bool = False) -> Fp8Matrix: ...
+def quantize_rows(x: Tensor, number_format: Literal["fp8"] = "fp8", *, reference: bool = False) -> Fp8Matrix: ...
 @overload
-def quantize_rows(x: Tensor, number_format: LayerFormat, *, plain: bool = False) -> RoundedMatrix: ...
-def quantize_rows(x: Tensor, number_format: LayerFormat = "fp8", *, plain: bool = False) -> RoundedMatrix:
+def quantize_rows(x: Tensor, number_format: LayerFormat, *, reference: bool = False) -> RoundedMatrix: ...
+def quantize_rows(x: Tensor, number_format: LayerFormat = "fp8", *, reference: bool = False) -> RoundedMatrix:
     """Return x `(…, width)` in 8 bits, with scales `(…, 1)`; for "fp8 blocks" the scales of `Fp8Groups`."""
-    if _runs_kernel(x, plain):
+    if _runs_kernel(x, reference):
         from meshwright.kernels.row_quantize_triton import round_rows
 
         return round_rows(x, DTYPES[number_format], group=GROUPS.get(number_format, 0))
@@ -74,21 +74,21 @@ def quantize_add_rms_norm(
     number_format: LayerFormat = "fp8",
     *,
     plus_one: bool = False,
-    plain: bool = False,
+    reference: bool = False,
 ) -> tuple[Tensor, RoundedMatrix]:
     """Return `x + delta` `(…, width)`, and its RMSNorm in 8 bits, rounded as by `quantize_rows`.
 
     `weight` is `(width,)`; `eps` and `plus_one` are those of `norm.rms_norm`.
     """
     equal = x.dtype == delta.dtype == weight.dtype and x.shape == delta.shape
-    if equal and _runs_kernel(x, plain):
+    if equal and _runs_kernel(x, reference):
         from meshwright.kernels.row_quantize_triton import round_add_rms_norm
 
         return round_add_rms_norm(
             x, delta, weight, eps, DTYPES[number_format], plus_one=plus_one, group=GROUPS.get(number_format, 0)
         )
-    total, normed = add_rms_norm(x, delta, weight, eps, plus_one=plus_one, plain=plain)
-    return total, quantize_rows(normed, number_format, plain=plain)
+    total, normed = add_rms_norm(x, delta, weight, eps, plus_one=plus_one, reference=reference)
+    return total, quantize_rows(normed, number_format, reference=reference)
 
 
 def quantize_add_copies_rms_norm(
@@ -100,14 +100,14 @@ def quantize_add_copies_rms_norm(
     number_format: LayerFormat = "fp8",
     *,
     plus_one: bool = False,
-    plain: bool = False,
+    reference: bool = False,
 ) -> tuple[Tensor, RoundedMatrix]:
     """Return x plus the output of an MoE layer, `(1, tokens, width)`, and the RMSNorm of this sum in 8 bits.
 
     The arguments are those of `add_norm.add_copies_rms_norm`: `copies` `(tokens, top_k, width)` and `shared`
     `(1, tokens, width)` are the summands of the MoE layer's output.
     """
-    if x.dtype == copies.dtype == weight.dtype and _runs_kernel(x, plain):
+    if x.dtype == copies.dtype == weight.dtype and _runs_kernel(x, reference):
         from meshwright.kernels.row_quantize_triton import round_add_copies_rms_norm
 
         return round_add_copies_rms_norm(
@@ -120,23 +120,23 @@ def quantize_add_copies_rms_norm(
             plus_one=plus_one,
             group=GROUPS.get(number_format, 0),
         )
-    total, normed = add_copies_rms_norm(x, copies, shared, weight, eps, plus_one=plus_one, plain=plain)
-    return total, quantize_rows(normed, number_format, plain=plain)
+    total, normed = add_copies_rms_norm(x, copies, shared, weight, eps, plus_one=plus_one, reference=reference)
+    return total, quantize_rows(normed, number_format, reference=reference)
 
 
 def quantize_gated(
-    gate_up: Tensor, number_format: LayerFormat = "fp8", *, gelu: bool = False, plain: bool = False
+    gate_up: Tensor, number_format: LayerFormat = "fp8", *, gelu: bool = False, reference: bool = False
 ) -> RoundedMatrix:
     """Return `gated_activation` of `gate_up` in 8 bits, `(…, width)`. `gate_up` `(…, 2 · width)` has the gates first."""
-    if _runs_kernel(gate_up, plain, gate_up.shape[-1] // 2):
+    if _runs_kernel(gate_up, reference, gate_up.shape[-1] // 2):
         from meshwright.kernels.row_quantize_triton import round_gated_rows
 
         return round_gated_rows(gate_up, DTYPES[number_format], gelu=gelu, group=GROUPS.get(number_format, 0))
-    return quantize_rows(gated_activation(gate_up, gelu=gelu, plain=plain), number_format, plain=plain)
+    return quantize_rows(gated_activation(gate_up, gelu=gelu, reference=reference), number_format, reference=reference)
 
 
-def _runs_kernel(x: Tensor, plain: bool, width: int | None = None) -> bool:
+def _runs_kernel(x: Tensor, reference: bool, width: int | None = None) -> bool:
     """Return whether the Triton kernels can compute tokens of `width` numbers (of x's width by default) of x."""
     differentiated = torch.is_grad_enabled() and x.requires_grad
     narrow = (x.shape[-1] if width is None else width) <= MAX_WIDTH
-    return x.is_cuda and x.element_size() <= 4 and narrow and not plain and not differentiated
+    return x.is_cuda and x.element_size() <= 4 and narrow and not reference and not differentiated

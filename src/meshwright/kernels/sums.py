@@ -13,12 +13,12 @@ MIN_FUSED_ELEMENTS = 1 << 16
 """For fewer elements torch's operator is used: launching a Triton kernel would take the host longer than it saves."""
 
 
-def add(total: Tensor, addend: Tensor, *, plain: bool = False) -> None:
+def add(total: Tensor, addend: Tensor, *, reference: bool = False) -> None:
     """Add `addend` to `total` in place. Both have the same shape; the sum has the dtype of `total`.
 
-    If the dtypes differ, one Triton kernel runs on CUDA. Otherwise, and with `plain`, torch's operator runs.
+    If the dtypes differ, one Triton kernel runs on CUDA. Otherwise, and with `reference`, torch's operator runs.
     """
-    if not plain and total.dtype != addend.dtype and _can_fuse(total, addend):
+    if not reference and total.dtype != addend.dtype and _can_fuse(total, addend):
         from meshwright.kernels.sums_triton import fused_add
 
         fused_add(total, addend)
@@ -26,13 +26,13 @@ def add(total: Tensor, addend: Tensor, *, plain: bool = False) -> None:
         total.add_(addend)
 
 
-def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, plain: bool = False) -> Tensor:
+def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, reference: bool = False) -> Tensor:
     """Return x · factor in `dtype`. The multiplication is in the dtype of `factor` `()`, which is wider than that of x.
 
-    On CUDA one Triton kernel runs; elsewhere, and with `plain`, torch's operator.
+    On CUDA one Triton kernel runs; elsewhere, and with `reference`, torch's operator.
     """
     out = torch.empty_like(x, dtype=dtype)
-    if not plain and _can_fuse(out, x) and factor.dtype == torch.float32:
+    if not reference and _can_fuse(out, x) and factor.dtype == torch.float32:
         from meshwright.kernels.sums_triton import fused_scale
 
         fused_scale(out, x, factor)

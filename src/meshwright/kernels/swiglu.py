@@ -12,16 +12,16 @@ from torch import Tensor
 
 
 def gated_activation(
-    gate_up: Tensor, weights: Tensor | None = None, *, gelu: bool = False, plain: bool = False
+    gate_up: Tensor, weights: Tensor | None = None, *, gelu: bool = False, reference: bool = False
 ) -> Tensor:
     """Return silu(gate) · up, `(…, width)`, of `gate_up` `(…, 2·width)`, which has the gates first.
 
     With `gelu` it is gelu(gate) · up, with the tanh approximation of GELU.
 
     Each row is multiplied by its element of `weights` `(…,)`, if there are any. On CUDA in bf16, fp16 or fp32 a Triton kernel computes in
-    fp32 and rounds once; elsewhere, and with `plain`, torch's own operators.
+    fp32 and rounds once; elsewhere, and with `reference`, torch's own operators.
     """
-    if gate_up.is_cuda and gate_up.element_size() <= 4 and not plain:
+    if gate_up.is_cuda and gate_up.element_size() <= 4 and not reference:
         from meshwright.kernels.swiglu_triton import fused_gated_activation
 
         return fused_gated_activation(gate_up, weights, gelu)

@@ -23,10 +23,15 @@ from meshwright.kernels.swiglu import gated_activation
 from meshwright.spec.blocks.feed_forward import Activation
 
 
-def tiled_mlp(x: Tensor, first: Linear, second: Linear, tile: int, *, activation: Activation, plain: bool) -> Tensor:
-    """Return second(activation(first(x))), computed for `tile` tokens at a time. `plain` uses torch's operators for gated activations."""
+def tiled_mlp(
+    x: Tensor, first: Linear, second: Linear, tile: int, *, activation: Activation, reference: bool
+) -> Tensor:
+    """Return second(activation(first(x))), computed for `tile` tokens at a time.
+
+    With `reference` torch's operators compute gated activations, instead of our kernel.
+    """
     assert first.scaling is None and second.scaling is None, "matmuls in fp8 are not tiled"
-    arguments = (x, first.weight, first.bias, second.weight, second.bias, tile, activation, plain)
+    arguments = (x, first.weight, first.bias, second.weight, second.bias, tile, activation, reference)
     return _Tiled.apply(*arguments) if torch.is_grad_enabled() else tiled_forward(*arguments)
 
 
@@ -41,11 +46,11 @@ class _Tiled(torch.autograd.Function):
         second_bias: Tensor | None,
         tile: int,
         activation: str,
-        plain: bool,
+        reference: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, first, first_bias, second, second_bias)
-        ctx.options = tile, activation, plain
-        return tiled_forward(x, first, first_bias, second, second_bias, tile, activation, plain)
+        ctx.options = tile, activation, reference
+        return tiled_forward(x, first, first_bias, second, second_bias, tile, activation, reference)
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
@@ -72,12 +77,12 @@ def tiled_forward(
     second_bias: Tensor | None,
     tile: int,
     activation: str,
-    plain: bool,
+    reference: bool,
 ) -> Tensor:
     """Return the network's output, shaped like x."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for tokens, part in _tiles(x, tile):
-        activated = _activated(F.linear(part, first, first_bias), activation, plain)
+        activated = _activated(F.linear(part, first, first_bias), activation, reference)
         out.flatten(0, -2)[tokens] = F.linear(activated, second, second_bias)
     return out
 
@@ -91,7 +96,7 @@ def _(
     second_bias: Tensor | None,
     tile: int,
     activation: str,
-    plain: bool,
+    reference: bool,
 ) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -105,7 +110,7 @@ def tiled_backward(
     second: Tensor,
     tile: int,
     activation: str,
-    plain: bool,
+    reference: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, `first`, its bias, `second` and its bias. Gradients of biases are returned even if there are none."""
     x_grad = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -114,9 +119,9 @@ def tiled_backward(
     for tokens, part in _tiles(x, tile):
         out_grad = grads[tokens]
         projected = F.linear(part, first, first_bias)
-        sums.add("second", out_grad.t() @ _activated(projected, activation, plain))
+        sums.add("second", out_grad.t() @ _activated(projected, activation, reference))
         sums.add("second_bias", out_grad.sum(0, dtype=sums.dtype))
-        projected_grad = _activation_grad(projected, out_grad @ second, activation, plain)
+        projected_grad = _activation_grad(projected, out_grad @ second, activation, reference)
         sums.add("first", projected_grad.t() @ part)
         sums.add("first_bias", projected_grad.sum(0, dtype=sums.dtype))
         x_grad.flatten(0, -2)[tokens] = projected_grad @ first
@@ -138,7 +143,7 @@ def _(
     second: Tensor,
     tile: int,
     activation: str,
-    plain: bool,
+    reference: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x_grad = torch.empty_like(x, memory_format=torch.contiguous_format)
     weights = first, first.new_empty(first.shape[0]), second, second.new_empty(second.shape[0])
@@ -173,18 +178,18 @@ def _tiles(x: Tensor, tile: int) -> Iterator[tuple[slice, Tensor]]:
         yield slice(start, start + tile), tokens[start : start + tile]
 
 
-def _activated(projected: Tensor, activation: str, plain: bool) -> Tensor:
+def _activated(projected: Tensor, activation: str, reference: bool) -> Tensor:
     if activation == "gelu":
         return F.gelu(projected, approximate="tanh")
-    return gated_activation(projected, gelu=activation == "geglu", plain=plain)
+    return gated_activation(projected, gelu=activation == "geglu", reference=reference)
 
 
-def _activation_grad(projected: Tensor, grad: Tensor, activation: str, plain: bool) -> Tensor:
+def _activation_grad(projected: Tensor, grad: Tensor, activation: str, reference: bool) -> Tensor:
     """Return the gradient of `projected`, given the gradient of its activation."""
     if activation == "gelu":
         return torch.ops.aten.gelu_backward(grad, projected, approximate="tanh")
     gelu = activation == "geglu"
-    if projected.is_cuda and projected.element_size() <= 4 and not plain:
+    if projected.is_cuda and projected.element_size() <= 4 and not reference:
         from meshwright.kernels.swiglu_triton import fused_gated_activation_backward
 
         return fused_gated_activation_backward(projected, grad, None, gelu)[0]

@@ -28,14 +28,14 @@ def draw_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, seeds: Tens
 
 
 def draw_from_scores(
-    scores: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, plain: bool = False
+    scores: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, reference: bool = False
 ) -> Tensor:
     """Draw one token for each row of `scores` `(rows, vocab)`. Return `(rows,)` int64.
 
     A token with score -inf is never drawn. `temperatures` `(rows,)` divide the scores; temperature 0 takes the likeliest
     token. `seeds` and `positions` are `(rows,)` int64; the position is the index of the new token in its sequence.
     """
-    if scores.is_cuda and not plain:
+    if scores.is_cuda and not reference:
         from meshwright.kernels.token_draw_triton import draw
 
         return draw(scores, temperatures, seeds, positions)

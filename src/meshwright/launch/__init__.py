@@ -1,4 +1,4 @@
 """Starting a run: this machine's devices, the run's folder and plan, and the processes of its ranks.
 
-It needs no torch.
+This module imports no torch.
 """

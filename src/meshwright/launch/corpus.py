@@ -101,9 +101,7 @@ def _content(file: Path) -> bytes:
 
 
 def _moved(recorded: dict[str, Any], now: dict[str, str | None]) -> dict[str, Any]:
-    """Return the recorded entry of a corpus with the same content, which had another path then; empty if there is
-    none.
-    """
+    """Return the recorded entry of a corpus with the same content, which had another path then; empty if there is none."""
     return next((entry for entry in recorded.values() if entry.get("content") == now["content"]), {})
 
 

@@ -63,10 +63,7 @@ class DefectReporter:
 
 
 def _run_command(command: str, record: Record) -> str:
-    """Run the site's command with the record as JSON on its standard input.
-
-    Return what went wrong; empty on success.
-    """
+    """Run the site's command with the record as JSON on its standard input. Return what went wrong; empty on success."""
     try:
         ended = subprocess.run(
             shlex.split(command),

@@ -1,4 +1,4 @@
-"""Space on the run's disk for the checkpoints that it will write. It needs no torch."""
+"""Space on the run's disk for the checkpoints that it will write. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) ->
     """Raise OutOfResources if the checkpoints that the run will add do not fit on its folder's disk.
 
     While a new checkpoint is written, the `checkpoint.keep` newest ones still exist, so at most `keep + 1` exist at
-    once. With `checkpoint.every: auto`, the number of checkpoints is computed from the predicted `step_seconds`; it
-    is one if there is no prediction.
+    once. With `checkpoint.every: auto`, the number of checkpoints is computed from the predicted `step_seconds`; it is
+    one if there is no prediction.
     """
     existing = steps_in(folder / "checkpoints")
     planned = planned_checkpoints(run.checkpoint, run.train.steps, newest_step(folder) if existing else 0, step_seconds)

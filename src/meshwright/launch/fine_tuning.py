@@ -14,10 +14,7 @@ DECAYS = {"cosine": "a cosine", "linear": "a line", "wsd": "a line at the end", 
 
 
 def fine_tuning_lines(run: RunSpec, source: DataSource) -> list[str]:
-    """Return the lines for a run whose data have chats; none for other runs.
-
-    `prepare.data_line` prints the rest about data.
-    """
+    """Return the lines for a run whose data have chats; none for other runs. `prepare.data_line` prints the rest about data."""
     if not source.has_chats:
         return []
     if run.preference is not None:
@@ -49,9 +46,7 @@ def _rate_and_validation(run: RunSpec) -> list[str]:
 
 
 def _preference_lines(run: RunSpec, preference: PreferenceSpec, source: DataSource) -> list[str]:
-    """Return lines about preference training: how many pairs or answers a step has, the loss, and the reference
-    model.
-    """
+    """Return lines about preference training: how many pairs or answers a step has, the loss, and the reference model."""
     lines = []
     what = "pairs" if preference.paired else "answers"
     units = 0.0
@@ -79,6 +74,7 @@ def _preference_lines(run: RunSpec, preference: PreferenceSpec, source: DataSour
 
 
 def _loss_words(preference: PreferenceSpec) -> str:
+    """Return words about the loss and those of its settings that are in use."""
     words = "reward model" if preference.scores else f"{preference.loss}, beta {preference.scale:g}"
     words += f", score_margin {preference.score_margin:g}" if preference.score_margin else ""
     words += f", center {preference.center:g}" if preference.center else ""
@@ -88,6 +84,7 @@ def _loss_words(preference: PreferenceSpec) -> str:
 
 
 def _rollout_words(train: TrainSpec, rl: RlSpec) -> str:
+    """Return the line about an RL step: questions, answers, policy loss and reward."""
     asked = f"{train.global_batch:,} questions with {rl.samples} answers of at most {rl.new_tokens:,} tokens"
     return f"RL: a step has {asked}; {rl.policy}; rewards by {rl.reward}"
 
@@ -100,6 +97,7 @@ def learning_rate_words(train: TrainSpec) -> str:
 
 
 def _validation_words(run: RunSpec) -> str:
+    """Return words about when held-out data is evaluated, or how to have some."""
     judged = run.preference is not None
     if not has_validation(run.data, run.train.seq_len):
         return f"no held-out {'answers' if judged else 'chats'}; `meshwright data prepare --held-out 0.05` keeps some apart"

@@ -48,14 +48,15 @@ _WHY_FIXED = {
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Lock a run's folder against other jobs for a `with` block. The folder is created if missing, and removed if it
-    stays empty.
+    """Lock a run's folder against other jobs for a `with` block.
+
+    The folder is created if missing, and removed if it stays empty.
 
     The process that prepares a job takes the lock: the launcher, or rank 0 if another launcher has started the ranks.
     The lock is released when that process ends, even if it crashes.
 
-    Raises BadInput if another process holds the lock. On a file system without locks it raises BadInput if the
-    folder's lease belongs to a living process of this host.
+    Raises BadInput if another process holds the lock. On a file system without locks it raises BadInput if the folder's
+    lease belongs to a living process of this host.
     """
     with locked(folder, wait=False, alternative=_ALTERNATIVE) as exclusive:
         if exclusive:
@@ -73,8 +74,9 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def take_over(folder: Path) -> Lease:
-    """Take the lease of a run's folder, and remove unfinished checkpoints of earlier starts. The caller holds the
-    folder's lock.
+    """Take the lease of a run's folder, and remove unfinished checkpoints of earlier starts.
+
+    The caller holds the folder's lock.
 
     After this, a process of an earlier start that still runs can commit no checkpoint.
     """
@@ -88,9 +90,7 @@ def take_over(folder: Path) -> Lease:
 
 
 def renamed(run: RunSpec, runs: Path) -> RunSpec:
-    """Return the run with an unused name: NAME, or NAME-2, NAME-3, … A name is in use if a folder or the mirror has
-    it.
-    """
+    """Return the run with an unused name: NAME, or NAME-2, NAME-3, … A name is in use if a folder or the mirror has it."""
     mirror = run.checkpoint.mirror
     names = chain([run.name], (f"{run.name}-{number}" for number in count(2)))
     free = (name for name in names if not (runs / name).exists())
@@ -155,11 +155,13 @@ def _batch_change(before: TrainSpec, now: TrainSpec, folder: Path) -> str | None
     if before.batches == now.batches or before.global_batch_tokens or now.global_batch_tokens:
         return None
     skipped = skipped_samples(folder)
+    # The first sample of the first step that is not done.
     position = samples_of_step(_last_step(folder) + 1, before.batches, skipped)[0]
     position = max(position, *(end for _, end in skipped), 0)  # skipped samples belong to steps that are done, too
     if before.batches.equal_until(now.batches, position):
         return None
     done = before.batches.steps_before(position)
+    # The earlier ramp's stages that are over, and then the batch size of the last done step until now.
     stages = [stage for stage in before.batch_ramp if stage.until < done]
     stages.append(BatchStage(until=done, batch=before.batches.at(before.batches.samples_before(done - 1))))
     ramp = ", ".join(f"{{until: {stage.until}, batch: {stage.batch}}}" for stage in stages)
@@ -186,9 +188,7 @@ def _last_step(folder: Path) -> int:
 
 
 def _may_be_moved(before: dict[str, float], now: dict[str, float], folder: Path) -> bool:
-    """Whether `now` may be the same corpora as `before` under other paths, and a checkpoint has a record to check
-    that with.
-    """
+    """Whether `now` may be the same corpora as `before` under other paths, and a checkpoint has a record to check that with."""
     return sorted(before.values()) == sorted(now.values()) and bool(recorded_corpus(folder)[1])
 
 

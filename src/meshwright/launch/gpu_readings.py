@@ -2,19 +2,19 @@
 
 A quantity that a GPU or a container does not offer is left out, and not asked for again.
 
-One call for the state of an NVLink takes 75 µs of processor time, and a GPU has 18 links. So not every reading has
-all quantities:
+One call for the state of an NVLink takes 75 µs of processor time, and a GPU has 18 links. So not every reading has all
+quantities:
 
-- Every reading: memory errors, remapped rows and the reasons for low clocks of all GPUs (4 calls for each GPU,
-  together 0.15 ms).
-- Every second reading of a GPU: the states of its NVLinks, the driver's recovery action and PCIe replays (19 calls,
-  1.7 ms). GPUs take turns. A GPU is also read when it has reported an XID event, and at every reading while it misses
-  a link.
-- Every tenth reading of a GPU: quantities that lead to warnings only (PCIe width, memory of other processes, errors
-  of NVLinks), and the temperature.
+- Every reading: memory errors, remapped rows and the reasons for low clocks of all GPUs (4 calls for each GPU, together
+  0.15 ms).
+- Every second reading of a GPU: the states of its NVLinks, the driver's recovery action and PCIe replays (19 calls, 1.7
+  ms). GPUs take turns. A GPU is also read when it has reported an XID event, and at every reading while it misses a
+  link.
+- Every tenth reading of a GPU: quantities that lead to warnings only (PCIe width, memory of other processes, errors of
+  NVLinks), and the temperature.
 
-Example: a reading of two GPUs makes 8 calls for both, 19 for one of them, and on average 0.8 of the last kind. That
-is 28 calls and 2.1 ms every 3 s, 0.07% of a core. A reading of eight GPUs takes 8.2 ms, 0.27% of a core.
+Example: a reading of two GPUs makes 8 calls for both, 19 for one of them, and on average 0.8 of the last kind. That is
+28 calls and 2.1 ms every 3 s, 0.07% of a core. A reading of eight GPUs takes 8.2 ms, 0.27% of a core.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from meshwright.policies.host_health import HealthReading
 LINKS_EVERY = 2
 """A GPU's NVLinks are read at every second reading of the host.
 
-The rule `nvlink-down` needs two readings in a row with a missing link. The first comes after at most 6 s, the next 3
-s later.
+The rule `nvlink-down` needs two readings in a row with a missing link. The first comes after at most 6 s, the next 3 s
+later.
 """
 WARNINGS_EVERY = 10
 """Quantities that lead to warnings only are read at every tenth reading of the host."""
@@ -182,8 +182,7 @@ class _Gpu:
     def read(self, own_pid: int, *, links: bool, warnings: bool) -> dict[str, float]:
         """Return values by the quantities of `policies.host_health.RULES`, and the number of `nvlinks` that are up.
 
-        `links`: also read NVLinks and the driver's fields. `warnings`: also read quantities that lead to warnings
-        only.
+        `links`: also read NVLinks and the driver's fields. `warnings`: also read quantities that lead to warnings only.
         """
         if self.handle is None:
             return {"lost": 1.0}
@@ -248,6 +247,7 @@ class _Gpu:
         return {"remap_pending": float(pending), "remap_failed": float(failed)}
 
     def _clock_reasons(self) -> dict[str, float]:
+        """Return which reasons for low clocks apply now, each as 0 or 1."""
         nvml = self._nvml
         reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle)
         masks = {
@@ -324,8 +324,8 @@ class _Gpu:
 def visible_indices(identities: Sequence[str], visible: str | None) -> list[int]:
     """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES allows, in its order.
 
-    `identities` are the UUIDs of all GPUs. `visible` is the variable's value: indices or beginnings of UUIDs,
-    separated by commas. None allows all.
+    `identities` are the UUIDs of all GPUs. `visible` is the variable's value: indices or beginnings of UUIDs, separated
+    by commas. None allows all.
     """
     if visible is None:
         return list(range(len(identities)))
@@ -351,5 +351,6 @@ def _is_foreign(pid: int, own_pid: int) -> bool:
             stat = (PROC / str(pid) / "stat").read_text(encoding="ascii", errors="replace")
         except OSError:
             return False
+        # The second field after the command's name is the parent's process id.
         pid = int(stat.rpartition(")")[2].split()[1])
     return True

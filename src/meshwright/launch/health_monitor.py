@@ -59,9 +59,7 @@ class HealthMonitor:
 
     @property
     def known(self) -> bool:
-        """Whether the start of ranks need not wait: the host has been read, or it has not answered for
-        `FIRST_SECONDS`.
-        """
+        """Whether the start of ranks need not wait: the host has been read, or it has not answered for `FIRST_SECONDS`."""
         return self._read or self._ended or self._clock() - self._started > FIRST_SECONDS
 
     def findings(self) -> tuple[HealthFinding, ...]:
@@ -84,6 +82,7 @@ class HealthMonitor:
         self._process.stdout.close()
 
     def _take_lines(self) -> None:
+        """Read the lines that the process has written since the last call."""
         while not self._ended:
             try:
                 data = os.read(self._pipe, 1 << 16)
@@ -101,6 +100,7 @@ class HealthMonitor:
                     self._take(json.loads(line))
 
     def _take(self, line: dict[str, Any]) -> None:
+        """Handle one line of the process: print its notes, and update the findings."""
         for note in line["notes"]:
             write_line(f"meshwright: {note}")
         readings = [HealthReading(each["part"], each["values"], tuple(each["xids"])) for each in line["readings"]]

@@ -1,5 +1,6 @@
-"""A process next to an agent that reads the health of its host. It is separate because a hanging driver must not stop
-the agent.
+"""A process next to an agent that reads the health of its host.
+
+It is separate because a hanging driver must not stop the agent.
 
 `python -m meshwright.launch.health_reader COUNT` writes one JSON object per line: {seconds, notes, readings: [{part,
 values, xids}]}. `seconds` is monotonic time. Memory of the agent, its parent process, and of the agent's descendants
@@ -29,8 +30,8 @@ def readings(
 ) -> Iterator[tuple[list[HealthReading], list[str]]]:
     """Yield readings of the host and its GPUs every `seconds`, the first at once.
 
-    Each item has the readings, and notes about what cannot be read. The first `count` visible GPUs are read, or
-    `ALL`. Memory of `own_pid` and its descendants does not count as memory of other processes.
+    Each item has the readings, and notes about what cannot be read. The first `count` visible GPUs are read, or `ALL`.
+    Memory of `own_pid` and its descendants does not count as memory of other processes.
     """
     host = HostReader()
     gpus = None

@@ -23,17 +23,11 @@ PORT_ERRORS = (
     "local_link_integrity_errors",
     "excessive_buffer_overrun_errors",
 )
-"""Error counters of an InfiniBand or RoCE port, in its folder `counters`.
-
-With good cables and switches they do not grow.
-"""
+"""Error counters of an InfiniBand or RoCE port, in its folder `counters`. With good cables and switches they do not grow."""
 TRANSPORT_ERRORS = ("local_ack_timeout_err", "packet_seq_err", "out_of_sequence")
 """Error counters of the same port, in its folder `hw_counters`."""
 PORTS_EVERY = 10
-"""New ports are looked for at every tenth reading.
-
-Only then error counters are read, because they lead to warnings only.
-"""
+"""New ports are looked for at every tenth reading. Only then error counters are read, because they lead to warnings only."""
 _TIMEX_BYTES = 256
 """Size of a buffer for `struct timex`, which is smaller."""
 _TIME_ERROR = 5
@@ -53,10 +47,7 @@ class HostReader:
         self._ports: list[_Port] = []
 
     def read(self) -> list[HealthReading]:
-        """Return one reading of the host and one of each network port.
-
-        Port errors are in the first and every tenth reading.
-        """
+        """Return one reading of the host and one of each network port. Port errors are in the first and every tenth reading."""
         errors = self._readings % PORTS_EVERY == 0
         self._readings += 1
         if errors:
@@ -66,10 +57,7 @@ class HostReader:
         return [HealthReading(HOST, values), *(reading for reading in ports if reading is not None)]
 
     def _clock(self) -> dict[str, float]:
-        """Return how far the clock was set since the last reading, in seconds.
-
-        Time in which the host slept does not count.
-        """
+        """Return how far the clock was set since the last reading, in seconds. Time in which the host slept does not count."""
         offset = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         jump = 0.0 if self._offset is None else abs(offset - self._offset)
         self._offset = offset
@@ -109,6 +97,7 @@ class _Port:
 
 
 def _infiniband() -> Iterator[_Port]:
+    """Yield the ports of InfiniBand and RoCE devices."""
     for port in sorted(INFINIBAND.glob("*/ports/*")):
         errors = [port / "counters" / name for name in PORT_ERRORS]
         errors += [port / "hw_counters" / name for name in TRANSPORT_ERRORS]
@@ -143,6 +132,7 @@ def _unsynchronised() -> dict[str, float]:
 
 
 def _disk() -> dict[str, float]:
+    """Return the free bytes of the disk for temporary files, and whether it is read-only or missing."""
     try:
         state = os.statvfs(tempfile.gettempdir())
     except OSError:
@@ -154,9 +144,7 @@ def _disk() -> dict[str, float]:
 
 
 def _memory_pressure() -> dict[str, float]:
-    """Return the percentage of the last 10 s in which all processes waited for memory; nothing if the kernel does not
-    say.
-    """
+    """Return the percentage of the last 10 s in which all processes waited for memory; nothing if the kernel does not say."""
     for line in (_text(PRESSURE) or "").splitlines():
         kind, *fields = line.split()
         if kind == "full":
@@ -165,6 +153,7 @@ def _memory_pressure() -> dict[str, float]:
 
 
 def _text(file: Path | str) -> str | None:
+    """Return the text of a file; None if it cannot be read."""
     try:
         with open(file, encoding="ascii", errors="replace") as opened:
             return opened.read().strip()

@@ -1,7 +1,6 @@
 """Incidents of a run: the rank that caused a failure, what it was doing, which ranks waited for it, and what follows.
 
-The coordinator writes `RUN/incidents/NNNN-STEP/incident.json` before it ends the ranks. Agents add
-`stacks/rank-R.txt`.
+The coordinator writes `RUN/incidents/NNNN-STEP/incident.json` before it ends the ranks. Agents add `stacks/rank-R.txt`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.run import Assignment
 
 FOLDER = "incidents"
+"""Folder of all incidents in a run's folder."""
 FILE = "incident.json"
+"""File with the record of an incident, in the incident's own folder."""
 KEPT = 50
 """Incidents that a run keeps. Older ones are removed."""
 LISTED_RANKS = 1024
@@ -39,10 +40,7 @@ LISTED_RANKS = 1024
 
 @dataclass(frozen=True)
 class JobSchedule:
-    """Schedule and layout of an attempt.
-
-    `hosts_wait`: whether collectives block the host thread, as they do on CPUs.
-    """
+    """Schedule and layout of an attempt. `hosts_wait`: whether collectives block the host thread, as they do on CPUs."""
 
     schedule: Schedule
     layout: Layout
@@ -92,7 +90,7 @@ def statuses(ranks: Sequence[RankState], hosts: Mapping[int, str], seconds: Mapp
 
 
 def culprit_of_hang(job: JobSchedule | None, ranks: Sequence[RankStatus]) -> Culprit | None:
-    """Return the rank that holds up a hanging job; None if the attempt's schedule is unknown."""
+    """Return the rank that holds up a hanging job; None if the attempt's schedule is unknown. `ranks` is from `statuses`."""
     return None if job is None else find_culprit(ranks, job.schedule, job.layout, hosts_wait=job.hosts_wait)
 
 
@@ -104,8 +102,8 @@ def is_recorded(incident: Incident, stop_codes: Sequence[int]) -> bool:
 def blamed(incident: Incident, ranks: Sequence[RankState], hosts: Mapping[int, str]) -> Incident:
     """Return the incident with the rank that caused it.
 
-    If the ranks report only that they lost a peer, and exactly one rank has been stopped by a signal, that rank is
-    the cause.
+    If the ranks report only that they lost a peer, and exactly one rank has been stopped by a signal, that rank is the
+    cause.
     """
     stopped = [rank.rank for rank in ranks if rank.stopped and rank.code is None and not rank.failed]
     if incident.hang or incident.corrupt or incident.code not in PEER_LOSS_CODES or len(stopped) != 1:
@@ -134,7 +132,7 @@ class IncidentWriter:
     ) -> Path:
         """Start writing an incident, and return its folder.
 
-        The arguments are those of `write_incident`; `assignment` is a file.
+        The arguments are those of `write_incident`, but `assignment` is the file of the attempt's assignment.
         """
         folder = new_folder(self._run, incident.step)
 
@@ -151,8 +149,8 @@ class IncidentWriter:
     def blame_host(self, host: str, reason: str) -> None:
         """Let the newest incident blame a host that is now known to be lost.
 
-        The peers of a lost host fail before the loss of the host is noticed. So the incident may name a rank that
-        only reported a lost peer.
+        The peers of a lost host fail before the loss of the host is noticed. So the incident may name a rank that only
+        reported a lost peer.
         """
         if self._newest is None:
             return
@@ -169,10 +167,7 @@ class IncidentWriter:
 
 
 def new_folder(run: Path, step: int | None) -> Path:
-    """Create and return the folder of the next incident.
-
-    Its number follows the newest one; the oldest folders are removed.
-    """
+    """Create and return the folder of the next incident. Its number follows the newest one; the oldest folders are removed."""
     existing: list[Path] = []
     with suppress(OSError):  # an error is reported when the incident is written
         existing = [path for path in _folders(run) if path.is_dir()]
@@ -208,8 +203,8 @@ def write_incident(
 ) -> None:
     """Write `incident.json` into `folder`.
 
-    `attempt` is the number of the failed attempt, and `answer` says what follows. `ranks` are the states of all
-    ranks, and `hosts` their hosts. For a hang, `culprit` is the rank that holds up the job.
+    `attempt` is the number of the failed attempt, and `answer` says what follows. `ranks` are the states of all ranks,
+    and `hosts` their hosts. For a hang, `culprit` is the rank that holds up the job.
     """
     incident = blamed(incident, ranks, hosts)
     state = next((rank for rank in ranks if rank.rank == incident.rank), None)
@@ -235,6 +230,7 @@ def write_incident(
 
 
 def _cause_of(incident: Incident) -> str:
+    """Return the kind of an incident: hang, corruption, killed (by a signal) or failure."""
     if incident.hang:
         return "hang"
     if incident.corrupt:
@@ -252,6 +248,7 @@ def _action_of(incident: Incident, state: RankState | None, job: JobSchedule | N
 
 
 def _rank_record(state: RankState, hosts: Mapping[int, str], job: JobSchedule | None) -> dict[str, Any]:
+    """Return what an incident records about one rank."""
     progress = state.progress
     action = str(progress.action) if progress else ""
     return {

@@ -46,10 +46,10 @@ def run_job(
 ) -> int:
     """Start the ranks on this host, prepare the run while they import, and train. Return the job's exit code.
 
-    `run` is started in the folder `runs`/NAME. `profile` and `timeline` are ranges of steps that are recorded, and
-    `replay` is an incident's folder; see `prepare_run`. `note` receives remarks during the preparation. `announce` is
-    called with the prepared run before it begins. `listener` receives the messages of the ranks. If it raises an
-    exception, the run stops after the current step with a checkpoint, and the exception is raised again here.
+    `run` is started in the folder `runs`/NAME. `profile`, `timeline` and `replay` are passed to `prepare_run`. `note`
+    receives remarks during the preparation. `announce` is called with the prepared run before it begins. `listener`
+    receives the messages of the ranks. If it raises an exception, the run stops after the current step with a
+    checkpoint, and the exception is raised again here.
 
     Raises the errors of `prepare_run`, BadInput for a cluster of several hosts, and Interrupted at the second Ctrl-C.
     """
@@ -60,8 +60,8 @@ def run_job(
             "--rdzv-endpoint HOST:PORT -m meshwright train …"
         )
     if run.train.global_batch % run.cluster.ranks and run.train.global_batch_tokens is None:
-        # If the batch divides evenly, using fewer devices is never faster (`planner.devices`), and the planner need
-        # not be imported.
+        # If the batch divides evenly, using fewer devices is never faster (`planner.devices`), and the planner need not
+        # be imported.
         from meshwright.launch.prepare import on_used_devices
 
         run = on_used_devices(run, note)

@@ -50,8 +50,7 @@ class Container:
 
     image: str
     claim: str | None
-    """Name of the PersistentVolumeClaim, or of SkyPilot's volume, that all hosts mount. It holds data and run
-    folders.
+    """Name of the PersistentVolumeClaim, or of SkyPilot's volume, that all hosts mount. It holds data and run folders.
 
     Pods need one.
     """
@@ -139,6 +138,8 @@ def object_name(job: SchedulerJob) -> str:
     """Return the run's name as a DNS label.
 
     It is short enough that the names of the pods fit into `LONGEST_NAME` characters.
+
+    Kubernetes appends a suffix to it for each pod, for example "-node-0-15-abcde".
     """
     longest = LONGEST_NAME - len(f"-{REPLICATED_JOB}-0-{job.hosts - 1}-abcde")
     label = re.sub(r"[^a-z0-9]+", "-", job.run.name.lower()).strip("-")
@@ -160,6 +161,7 @@ def _suspended(queue: Queue | None) -> Object:
 def _jobset_spec(
     job: SchedulerJob, container: Container, name: str, queue: Queue | None, labels: dict[str, str] | None = None
 ) -> Object:
+    """Return the specification of the JobSet. Exit codes decide whether it is restarted or fails for good."""
     metadata = {"metadata": {"labels": labels}} if labels else {}
     template = metadata | {"spec": _job_spec(job, container, name, queue)}
     return {
@@ -221,6 +223,7 @@ def _exit_rule(action: str, codes: tuple[int, ...]) -> Object:
 
 
 def _pod_spec(job: SchedulerJob, container: Container, name: str) -> Object:
+    """Return the specification of a pod. No two pods of the run share a host."""
     one_pod_per_host = {
         "labelSelector": {"matchLabels": {JOBSET_NAME_LABEL: name}},
         "topologyKey": "kubernetes.io/hostname",
@@ -249,6 +252,7 @@ def _account(job: SchedulerJob) -> Object:
 
 
 def _container(job: SchedulerJob, container: Container, name: str) -> Object:
+    """Return the container of a pod, which runs one agent."""
     cluster = job.run.cluster
     limits: Object = (
         {f"{job.gpu_vendor}/gpu": cluster.gpus_per_node} if job.gpu_vendor else {"cpu": cluster.gpus_per_node}

@@ -1,8 +1,8 @@
 """Kubernetes objects of a serving deployment: servers of each role, a router and a block cache.
 
-The servers of a role are a StatefulSet, or a LeaderWorkerSet with groups of one pod. Both keep the names of their
-pods, which is necessary because decode servers know the prefill servers by name. The router knows each role by the
-name of its headless service, and looks up the addresses of the pods repeatedly.
+The servers of a role are a StatefulSet, or a LeaderWorkerSet with groups of one pod. Both keep the names of their pods,
+which is necessary because decode servers know the prefill servers by name. The router knows each role by the name of
+its headless service, and looks up the addresses of the pods repeatedly.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from meshwright.spec.deployment import Deployment, Role, deployment_name
 from meshwright.spec.errors import BadInput
 
 HTTP_PORT = 8000
+"""TCP port of servers and routers for requests."""
 TRANSFER_PORT = 8100
+"""TCP port of prefill servers for exchanges with other engines."""
 CACHE_PORT = 8200
+"""TCP port of the block cache."""
 NAME_LABEL = "app.kubernetes.io/name"
+"""Label of all pods, with the deployment's name."""
 COMPONENT_LABEL = "app.kubernetes.io/component"
+"""Label of all pods, with the component: a role, `router` or `cache`."""
 DEPLOYMENT_FILE = "deployment.yaml"
+"""File name of the deployment's plan in the ConfigMap."""
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 """All roles of a server, in the order of the objects."""
 LONGEST_NAME = 40
@@ -53,12 +59,10 @@ class ServingJob:
     queue: Queue | None = None
     """Kueue's queue that admits the servers; None without Kueue."""
     leader_worker_set: bool = False
-    """Whether servers are LeaderWorkerSets.
-
-    Kueue then admits each server separately; it admits a StatefulSet as a whole.
-    """
+    """Whether servers are LeaderWorkerSets. Kueue then admits each server separately; it admits a StatefulSet as a whole."""
 
     def __post_init__(self) -> None:
+        """Raise BadInput for a name that is too long or no DNS label, and for a cache of an impossible size."""
         if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", self.name):
             raise BadInput(
                 f"--name {self.name!r}: expected at most {LONGEST_NAME} lower-case letters, digits and -, with a letter first"
@@ -197,6 +201,7 @@ def _deployment(
 
 
 def _pod(container: Object, volumes: list[Object]) -> Object:
+    """Return the specification of a pod with one container."""
     return {
         "terminationGracePeriodSeconds": END_SECONDS,
         "automountServiceAccountToken": False,
@@ -207,6 +212,7 @@ def _pod(container: Object, volumes: list[Object]) -> Object:
 
 
 def _container(job: ServingJob, arguments: list[str], port: int, limits: Object) -> Object:
+    """Return a container that runs `meshwright` with `arguments`. The keys come from the deployment's secret."""
     keys = {"MESHWRIGHT_API_KEY": "api", "MESHWRIGHT_TRANSFER_KEY": "transfer"}
     secret = f"{job.name}-keys"
     return {

@@ -18,9 +18,7 @@ from meshwright.spec.rank_environment import RankEnvironment, started_by_launche
 from meshwright.spec.secrets import without_secrets
 
 _DEVICE_NODES = ("nvidia[0-9]*", "kfd", "dxg")
-"""Device files of GPUs that nvidia-smi may not list: in a container without nvidia-smi, of another vendor, or under
-WSL.
-"""
+"""Device files of GPUs that nvidia-smi may not list: in a container without nvidia-smi, of another vendor, or under WSL."""
 NVIDIA_SMI_SECONDS = 60.0
 """Seconds to wait for nvidia-smi. It covers a host with eight GPUs whose driver must be loaded first."""
 
@@ -44,8 +42,7 @@ def found_cluster(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def is_here(cluster: ClusterSpec, here: Mapping[str, Any] | None = None) -> bool:
-    """Whether this host has the devices of `cluster`. `here` is a result of `found_cluster`, to avoid a new
-    detection.
+    """Whether this host has the devices of `cluster`. `here` is a result of `found_cluster`, to avoid a new detection.
 
     Clusters of several hosts count as elsewhere.
     """
@@ -80,17 +77,13 @@ def visible_gpus() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of memory that may be used: this host's memory, or a lower limit of the batch system or
-    container.
-    """
+    """Return the bytes of memory that may be used: this host's memory, or a lower limit of the batch system or container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *(limit.limit for limit in cgroup_memory())])
 
 
 def rank_threads(cluster: ClusterSpec) -> int:
-    """Return the number of CPU threads of one rank: its share of the usable cores, but at most 8 if it computes on a
-    GPU.
-    """
+    """Return the number of CPU threads of one rank: its share of the usable cores, but at most 8 if it computes on a GPU."""
     cores_per_rank = max(1, usable_cores() // cluster.gpus_per_node)
     return cores_per_rank if cluster.is_cpu else min(8, cores_per_rank)
 

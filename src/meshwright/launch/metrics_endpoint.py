@@ -1,8 +1,8 @@
 """Serves a run's figures in Prometheus's text format, from the process that starts the ranks of a host.
 
-It is off unless `observe.prometheus` names an address. On several hosts, each agent serves the figures of the whole
-run and of its own ranks. A thread answers the requests, with a limited number of connections. Supervision and
-training never wait for that thread.
+It is off unless `observe.prometheus` names an address. On several hosts, each agent serves the figures of the whole run
+and of its own ranks. A thread answers the requests, with a limited number of connections. Supervision and training
+never wait for that thread.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class MetricsEndpoint:
         return Metric("meshwright_host_finding", "gauge", "A rule of health that a part of this host meets.", findings)
 
     def _rank_metrics(self) -> list[Metric]:
+        """Return metrics about the ranks of this host: their steps, and how long they have been in their phases."""
         ranks = self._ranks
         now = self._clock()
         labels = {rank: {"run": self._run, "rank": str(rank)} for rank in ranks}

@@ -40,8 +40,10 @@ def orphans(folder: Path, proc: Path = PROC) -> Iterator[int]:
             variables = (entry / "environ").read_bytes().split(b"\0")
             if run not in variables or b"meshwright.training.rank" not in (entry / "cmdline").read_bytes().split(b"\0"):
                 continue
+            # 18 is the length of "MESHWRIGHT_PARENT=".
             agents = (int(value[18:]) for value in variables if value.startswith(b"MESHWRIGHT_PARENT="))
             agent = next(agents, None)
             status = (entry / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+            # The second field after the command's name is the parent's process id.
             if agent is not None and int(status[1]) != agent:
                 yield int(entry.name)

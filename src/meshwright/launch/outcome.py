@@ -27,7 +27,7 @@ class RankState:
     last_step: int | None = None
     progress: ProgressMessage | None = None
     progress_count: int = 0
-    """How many progress marks the rank has written."""
+    """How often the rank has updated its progress page."""
     stopped: bool = False
     """Whether a signal has stopped (suspended) the rank's process."""
     pending: PendingWait | None = None
@@ -56,7 +56,7 @@ def cause(rank: RankState) -> str:
 
 
 def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
-    """Yield the lines for the terminal; at least one if a rank failed.
+    """Yield the lines for the terminal; at least one if a rank failed. `logs` is the folder of the ranks' logs.
 
     First come ranks that died or did not answer, then each different failure message once.
     """

@@ -1,8 +1,8 @@
 """Prepares a run's folder from a loaded run file, so that ranks can start: opens the data, chooses the plan, checks a
 resume.
 
-A run's folder contains config.yaml (resolved), plan.yaml, environment.json, lease.json, assignment.json,
-metrics.jsonl, checkpoints/, logs/ and report.html.
+A run's folder contains config.yaml (resolved), plan.yaml, environment.json, lease.json, assignment.json, metrics.jsonl,
+checkpoints/, logs/ and report.html.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import Assignment, ModelSection, RunSpec
 
 VOCABULARY_MULTIPLE = 128
-"""A vocabulary size taken from a tokenizer is rounded up to a multiple of this, so that the head's matmul has whole
-tiles.
-"""
+"""A vocabulary size taken from a tokenizer is rounded up to a multiple of this, so that the head's matmul has whole tiles."""
 
 MOST_USUAL_RATE = 1.0
 """Learning rate above which a start asks whether the value is a mistake."""
@@ -86,7 +84,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is ready to start. Its folder exists and contains `assignment`."""
+    """A run that is ready to start.
+
+    Its `folder` exists and contains `assignment`. `resumes`: whether it continues from there.
+    """
 
     assignment: Assignment
     folder: Path
@@ -270,8 +271,8 @@ def lacks_stdlib(run: RunSpec) -> bool:
 def with_vocabulary(run: RunSpec) -> RunSpec:
     """Return the run with a vocabulary size and steps, for planning.
 
-    The vocabulary size comes from the data or, if the data is not prepared, from the built-in tokenizer.
-    `train.epochs` becomes `train.steps` if the data is prepared.
+    The vocabulary size comes from the data or, if the data is not prepared, from the built-in tokenizer. `train.epochs`
+    becomes `train.steps` if the data is prepared.
     """
     if run.train.epochs is not None and not lacks_stdlib(run):
         with suppress(BadInput, Damaged):  # `resolve_data` reports errors of the data
@@ -280,9 +281,7 @@ def with_vocabulary(run: RunSpec) -> RunSpec:
 
 
 def with_model_vocabulary(model: ModelSection, count: int = VOCABULARY) -> ModelSection:
-    """Return the model with a vocabulary size, if it has none: `count` rounded up to a multiple of
-    `VOCABULARY_MULTIPLE`.
-    """
+    """Return the model with a vocabulary size, if it has none: `count` rounded up to a multiple of `VOCABULARY_MULTIPLE`."""
     padded = -(-count // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return model if model.vocab_size else replace(model, vocab_size=padded)
 
@@ -314,8 +313,8 @@ def _vocabulary_of_data(run: RunSpec) -> int | None:
 def plan_for(run: RunSpec) -> tuple[Plan, tuple[Candidate, ...]]:
     """Return the run's plan, and all candidates with the chosen one first.
 
-    A run with a plan file gets that plan, and no candidates. Otherwise the planner searches, within the fields that
-    the run file fixes, for a plan that uses all devices and that this release can train.
+    A run with a plan file gets that plan, and no candidates. Otherwise the planner searches, within the fields that the
+    run file fixes, for a plan that uses all devices and that this release can train.
     """
     if isinstance(run.plan, str) and run.plan != "auto":
         return given_plan(run), ()
@@ -342,17 +341,14 @@ def device_memory(run: RunSpec) -> int | None:
 
 
 def on_this_host(run: RunSpec) -> RunSpec:
-    """Return the run with this host's memory filled in, if it trains on GPUs and its cluster does not give the
-    memory.
-    """
+    """Return the run with this host's memory filled in, if it trains on GPUs and its cluster does not give the memory."""
     if run.cluster.is_cpu or run.cluster.host_memory_gib is not None:
         return run
     return replace(run, cluster=replace(run.cluster, host_memory_gib=host_memory_bytes() / GiB))
 
 
 def training_plan(run: RunSpec, note: Note) -> Plan:
-    """Return the plan with which the run trains. `note` receives a line for each field of the plan that has no
-    effect.
+    """Return the plan with which the run trains. `note` receives a line for each field of the plan that has no effect.
 
     Raises the errors of `refuse_untrainable`.
     """
@@ -368,8 +364,8 @@ def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
     """Return the run on the devices of this host that `train` will use: all, or fewer if that is faster
     (`planner.devices`).
 
-    `note` receives a sentence about devices that stay idle. All devices are kept for runs on several hosts, with a
-    plan file, or with ranks that a launcher has started. A run without a possible plan is returned unchanged; its
+    `note` receives a sentence about devices that stay idle. All devices are kept for runs on several hosts, with a plan
+    file, or with ranks that a launcher has started. A run without a possible plan is returned unchanged; its
     preparation reports the error.
     """
     fixed = isinstance(run.plan, str) and run.plan != "auto"
@@ -407,8 +403,7 @@ def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
 
 
 def misfit(run: RunSpec, plan: Plan) -> str | None:
-    """Return a sentence about missing device or host memory, with the keys that reduce the need; None if the plan
-    fits.
+    """Return a sentence about missing device or host memory, with the keys that reduce the need; None if the plan fits.
 
     A search leaves a share of the device memory free. A plan written by a person may use that share.
     """
@@ -427,9 +422,8 @@ def misfit(run: RunSpec, plan: Plan) -> str | None:
 class CheckedWork(Protocol):
     """Runs one check: calls `work` and returns its result.
 
-    If `work` raises an error, the error is raised, or it is recorded and None is returned. `key` is the run-file key
-    of the error, and `expected` says what the key should have. The check is skipped unless the keys `needs` are
-    valid.
+    If `work` raises an error, the error is raised, or it is recorded and None is returned. `key` is the run-file key of
+    the error, and `expected` says what the key should have. The check is skipped unless the keys `needs` are valid.
     """
 
     def __call__(self, key: str, expected: str, work: Callable[[], T], needs: Sequence[str] = ()) -> T | None: ...
@@ -440,7 +434,7 @@ class Readiness:
     """Result of the checks before a start. A `finished` run has nothing left to train."""
 
     run: RunSpec
-    """The run, with the vocabulary size from its data."""
+    """The run, with the vocabulary size from its data. `resumes`: whether it continues from its folder."""
     resumes: bool = False
     finished: bool = False
     plan: Plan | None = None
@@ -465,9 +459,9 @@ def check_start(
 ) -> Readiness:
     """Make every check between a loaded run and its start. `check` and `train` both use this.
 
-    `attempt` runs each check. `build_stdlib`: prepare the built-in corpus if it is missing; if false, checks that
-    need it are skipped. `fresh`: do not compare with an existing run of this name, because the caller will choose
-    another name.
+    `attempt` runs each check. `build_stdlib`: prepare the built-in corpus if it is missing; if false, checks that need
+    it are skipped. `fresh`: do not compare with an existing run of this name, because the caller will choose another
+    name.
 
     Before `train` calls this, it locks the run's folder.
     """
@@ -575,11 +569,11 @@ def prepare_run(
 ) -> PreparedRun | None:
     """Create or reopen the run's folder, and write what its ranks need. Return None if the run is finished.
 
-    `profile` and `timeline` are ranges (first, last) of steps that are recorded. `replay` is a record of expert
-    routing that the run repeats.
+    `profile` is (first, last) step whose profiler trace is written, and `timeline` the same for the timeline. `replay`
+    is a file of recorded expert loads, which replace the routers' choices.
 
-    Raises the first error of `check_start`. BadInput: a run of this name has another configuration, data or weights
-    are missing, or a package is not installed. OutOfResources: devices, disk or host memory are too small.
+    Raises the first error of `check_start`. BadInput: a run of this name has another configuration, data or weights are
+    missing, or a package is not installed. OutOfResources: devices, disk or host memory are too small.
     """
     if run.checkpoint.mirror is not None:
         fetch_newest(run.checkpoint.mirror, runs / run.name, note)
@@ -645,9 +639,7 @@ def check_init(run: RunSpec, note: Note) -> None:
 
 
 def check_host_memory(run: RunSpec, plan: Plan) -> None:
-    """Raise OutOfResources if this host's memory cannot hold what the plan offloads: activations, optimizer, gradient
-    sums.
-    """
+    """Raise OutOfResources if this host's memory cannot hold what the plan offloads: activations, optimizer, gradient sums."""
     activations, optimizer, sums = host_bytes(run.model, slot_run(run, plan).train, plan, run.cluster.nodes)
     need = activations + optimizer + sums
     available = host_memory_bytes()

@@ -37,6 +37,7 @@ from meshwright.spec.errors import (
 )
 from meshwright.spec.job import ObserveSpec
 from meshwright.spec.plan import Plan, Predicted
+from meshwright.spec.plan_name import plan_name
 from meshwright.spec.rank_environment import started_by_launcher
 from meshwright.spec.run import RunSpec
 
@@ -93,7 +94,7 @@ def measured_answer(
     check_here(run.cluster)
     probes = []
     for number, candidate in enumerate(leading(answer, count), 1):
-        note(f"probe {number}: {mesh_of(candidate.plan)}, {STEPS} steps")
+        note(f"probe {number}: {plan_name(candidate.plan)}, {STEPS} steps")
         probes.append(probe(run, candidate.plan, note))
     return with_fastest_probe(answer, probes), tuple(probes)
 
@@ -197,12 +198,6 @@ class Watch:
             self.why = f"ended after {counted_steps[-1]['step']} steps: more than {limit:.3g} s a step"
         long = sum(step["step_seconds"] for step in counted_steps) >= LONG_SECONDS
         return bool(self.why) or len(counted_steps) >= (ENOUGH_STEPS if long else STEPS - WARM_UP)
-
-
-def mesh_of(plan: Plan) -> str:
-    """The axes in use and the schedule, for a line of progress."""
-    axes = " × ".join(f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1) or "one rank"
-    return f"{axes}, {plan.schedule.name}, micro-batch {plan.batch.micro_batch}"
 
 
 def too_slow(predicted: Predicted | None) -> float | None:

@@ -1,7 +1,6 @@
 """`RUN/progress.json`: the progress of every rank of a supervised job, written once a second while the job runs.
 
-The coordinator's process writes it in a thread, so that a hanging file system delays neither supervision nor
-training.
+The coordinator's process writes it in a thread, so that a hanging file system delays neither supervision nor training.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ class RankSnapshot:
 
 @dataclass(frozen=True)
 class JobProgress:
-    """The progress of a job: its attempt, the status of supervision (`policies.supervision`), and the ranks that have
-    begun.
-    """
+    """The progress of a job: its attempt, the status of supervision (`policies.supervision`), and the ranks that have begun."""
 
     job: str
     attempt: int
@@ -79,6 +76,7 @@ class ProgressFile:
     def __init__(
         self, folder: Path, progress: Callable[[], JobProgress], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """`folder` is the run's folder. `progress` returns the present progress, and `clock` monotonic seconds."""
         self._path = folder / FILE
         self._progress = progress
         self._clock = clock
@@ -108,6 +106,7 @@ class ProgressFile:
             self._changed.notify()
 
     def _write_changes(self) -> None:
+        """Run by the thread: write each new version of the progress, until `close` has given it the last one."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._latest is not None)
@@ -158,6 +157,7 @@ def _wait_values(wait: PendingWait | None) -> Sequence[Any] | None:
 
 
 def _from_columns(data: Any) -> JobProgress:
+    """Return the progress that `_to_columns` has written."""
     hosts = data["hosts"]
     names = ("rank", "host", "phase", "step", "action", "seconds", "stopped", "code", "pending")
     ranks = tuple(

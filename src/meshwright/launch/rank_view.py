@@ -99,6 +99,7 @@ def activities_of_spans(last_steps: Sequence[int]) -> list[RankActivity]:
 
 
 def _note(rank: RankSnapshot) -> str:
+    """Return words about a rank that has ended, is stopped or waits; empty for other ranks."""
     if rank.code is not None:
         return "ended" if rank.code == 0 else f"ended with code {rank.code}"
     if rank.stopped:
@@ -110,6 +111,7 @@ def _note(rank: RankSnapshot) -> str:
 
 
 def _status(rank: RankSnapshot) -> RankStatus:
+    """Return a rank's state as input of `diagnosis.culprit`."""
     return RankStatus(
         rank.rank,
         rank.host,

@@ -73,7 +73,10 @@ class RayJob:
 
 @dataclass
 class Agents:
-    """The agents of one start of the job, by the number of their bundle: which run, have ended, or start again."""
+    """The agents of one start of the job, by the number of their bundle: which run, have ended, or start again.
+
+    Times `now` are monotonic seconds.
+    """
 
     # The bundles whose agent runs.
     running: set[int] = field(default_factory=set)
@@ -242,6 +245,7 @@ class _Stop:
             signal.signal(number, handler)
 
     def _take(self, number: int, frame: object) -> None:
+        """Handle a stop signal: remember the first one. A second Ctrl-C raises KeyboardInterrupt."""
         if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.number:
@@ -251,10 +255,7 @@ class _Stop:
 
 @contextmanager
 def _token_file(folder: Path) -> Iterator[str]:
-    """Create a file with a random token for the job that only this user can read, and remove it at the end.
-
-    Yields its path.
-    """
+    """Create a file with a random token for the job that only this user can read, and remove it at the end. Yields its path."""
     path = folder / f".meshwright-token.{secrets.token_hex(8)}"
     with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
         file.write(secrets.token_hex(32))
@@ -386,8 +387,9 @@ class _Driver:
         self._agents.placed(bundle, now)
 
     def _lose(self, bundle: int, method: str, text: str) -> None:
-        """Let a lost actor be created again. Raise BadInput if a bundle's actors die again and again before they
-        answer.
+        """Let a lost actor be created again.
+
+        Raise BadInput if a bundle's actors die again and again before they answer.
 
         Ray needs some seconds to notice that a node is lost, and until then places actors on that node.
         """

@@ -1,8 +1,7 @@
 """What agents report to the coordinator, and what it answers.
 
-A report and an answer each describe a complete state, so a lost or repeated message does no harm. A network that
-works again after an interruption may deliver an older report after a newer one; the coordinator ignores the older
-one.
+A report and an answer each describe a complete state, so a lost or repeated message does no harm. A network that works
+again after an interruption may deliver an older report after a newer one; the coordinator ignores the older one.
 """
 
 from __future__ import annotations

@@ -126,6 +126,7 @@ class RunFigureReader:
         return expert_load_table(list(self._metrics.with_loads))
 
     def _read_history(self) -> None:
+        """Read the states that supervision has recorded since the last call, by job."""
         records, anew = self._history.read()
         if anew:
             self._jobs.clear()
@@ -166,9 +167,7 @@ def _steps_left(train: Mapping[str, Any], step: int, recent: int) -> float:
 
 
 class _GoodputReader:
-    """Reads the goodput of a run again when its file has changed, but spends at most about a tenth of the time on
-    reading.
-    """
+    """Reads the goodput of a run again when its file has changed, but spends at most about a tenth of the time on reading."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -200,6 +199,7 @@ class _Job:
         self.attempts: set[int] = set()
 
     def add(self, record: Mapping[str, Any]) -> None:
+        """Update the state from one record."""
         stop = record.get("stop")
         self.attempt = int(record.get("attempt") or 0)
         self.status = str(record.get("status"))
@@ -210,6 +210,7 @@ class _Job:
 
 
 def _state(job: _Job | None, running: bool, step: int, steps: int | None) -> str:
+    """Return the state of a run in words; see `RunFigures.state`."""
     if job is not None and job.code is not None:
         return "finished" if job.code == 0 else f"ended with code {job.code}"
     if running:
@@ -221,9 +222,7 @@ def _state(job: _Job | None, running: bool, step: int, steps: int | None) -> str
 
 
 def _newest_incident(folder: Path) -> int:
-    """Return the number of the newest incident, which also counts incidents whose folders were removed; 0 without
-    any.
-    """
+    """Return the number of the newest incident, which also counts incidents whose folders were removed; 0 without any."""
     numbers = (path.name.partition("-")[0] for path in folder.glob("[0-9]*-*"))
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 

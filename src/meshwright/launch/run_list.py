@@ -25,7 +25,7 @@ from meshwright.launch.state_file import STATE_FILE
 from meshwright.observe.runfolder import read_plan
 from meshwright.policies.coordinator_lease import CoordinatorLease
 from meshwright.spec.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, BadInput
-from meshwright.spec.plan_name import plan_name
+from meshwright.spec.plan_name import layout_name
 from meshwright.spec.run import Lease
 
 State = Literal["running", "waiting", "finished", "stopped", "failed"]
@@ -67,10 +67,7 @@ class ListedRun:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the folders of runs in `folder` and one level below it, sorted by name.
-
-    Runs of a sweep are one level below.
-    """
+    """Return the folders of runs in `folder` and one level below it, sorted by name. Runs of a sweep are one level below."""
 
     def below(parent: Path) -> Iterator[Path]:
         for child in sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".")):
@@ -101,7 +98,7 @@ def list_run(folder: Path, base: Path | None = None) -> ListedRun:
         loss=figures.loss,
         validation_loss=figures.validation_loss,
         tokens=figures.tokens,
-        plan=None if plan is None else plan_name(plan),
+        plan=None if plan is None else layout_name(plan),
         changed_seconds=max(0.0, time.time() - _changed(folder)),
         bytes=_bytes(folder),
     )
@@ -119,8 +116,8 @@ def run_state(folder: Path, figures: RunFigures) -> State:
 def request_stop(folder: Path) -> tuple[int, Lease]:
     """Ask the job that writes to a run's folder to save a checkpoint and end after the current step.
 
-    Sends SIGTERM to the process that holds the lease, or to the present coordinator, and returns its process id and
-    the lease. Raises BadInput if no job runs, or if it runs on another host.
+    Sends SIGTERM to the process that holds the lease, or to the present coordinator, and returns its process id and the
+    lease. Raises BadInput if no job runs, or if it runs on another host.
     """
     lease = read_lease(folder)
     figures = RunFigureReader(folder).read()
@@ -142,10 +139,7 @@ def request_stop(folder: Path) -> tuple[int, Lease]:
 
 
 def _coordinator_here(folder: Path) -> int | None:
-    """Return the process id of the run's present coordinator, if it is on this host.
-
-    Coordination moves when a host is lost.
-    """
+    """Return the process id of the run's present coordinator, if it is on this host. Coordination moves when a host is lost."""
     lease = _coordinator_lease(folder)
     if lease is None or lease.process != this_process(lease.pid) or not Path(f"/proc/{lease.pid}").exists():
         return None
@@ -177,8 +171,7 @@ def check_deletable(folder: Path, others: Collection[Path]) -> None:
     """Raise BadInput unless `folder` is a run's folder that may be deleted.
 
     It may not be deleted if the run is running, if the folder contains other runs or a git repository, or if a run in
-    `others` needs it: if that run's configuration names this folder, or a part of it, as initial weights, data or
-    plan.
+    `others` needs it: if that run's configuration names this folder, or a part of it, as initial weights, data or plan.
     """
     if folder.is_symlink():
         raise BadInput(f"{folder} is a link to {folder.resolve()}; name that folder")

@@ -19,18 +19,14 @@ from meshwright.launch.run_figures import RunFigureReader, RunFigures
 from meshwright.observe.expert_load_table import ExpertLoadTable
 
 READ_BYTES = 24 << 20
-"""Most bytes of spans that one refresh reads.
-
-The spans of a large job need several refreshes; the newest are read first.
-"""
+"""Most bytes of spans that one refresh reads. The spans of a large job need several refreshes; the newest are read first."""
 
 
 @dataclass(frozen=True, eq=False)
 class RunSnapshot:
     """The state of a run at one time.
 
-    `seconds` `(ranks, steps)` are times of computation, in seconds, and `steps` `(steps,)` the numbers of their
-    steps.
+    `seconds` `(ranks, steps)` are times of computation, in seconds, and `steps` `(steps,)` the numbers of their steps.
     """
 
     figures: RunFigures

@@ -26,14 +26,9 @@ from meshwright.spec.plan_name import plan_name
 from meshwright.spec.run import RunSpec
 
 STOP_CODES = (EXIT_BAD_INPUT, EXIT_NO_RESOURCES, EXIT_DAMAGED, EXIT_NUMERICAL, EXIT_REPEATED, EXIT_INTERRUPTED)
-"""Exit codes after which the scheduler starts nothing: another start would fail in the same way, or a person ended
-the run.
-"""
+"""Exit codes after which the scheduler starts nothing: another start would fail in the same way, or a person ended the run."""
 REQUEUE_CODES = (EXIT_PREEMPTED,)
-"""Exit codes after which the scheduler always starts the job again.
-
-After other codes, the number of starts is limited.
-"""
+"""Exit codes after which the scheduler always starts the job again. After other codes, the number of starts is limited."""
 AGENT_STARTS = 4
 """How often an agent is started within one start of the job, if signals end it."""
 STOP_MARGIN_SECONDS = 15
@@ -86,10 +81,7 @@ class SchedulerJob:
         return ceil(step + self.run.checkpoint.grace_seconds + STOP_SECONDS + STOP_MARGIN_SECONDS)
 
     def agent_arguments(self, arguments: Sequence[str]) -> list[str]:
-        """Return the arguments of the command `meshwright` that start an agent.
-
-        `arguments` are the run file and overrides.
-        """
+        """Return the arguments of the command `meshwright` that start an agent. `arguments` are the run file and overrides."""
         return ["train", *arguments, "--runs", str(self.runs), "--agent"]
 
     @property
@@ -104,8 +96,7 @@ class SchedulerJob:
         )
 
     def files(self, folder: str = KEPT_FILES) -> dict[str, str]:
-        """Return the contents of the run file with all values, and of the plan and profile that it names, by file
-        name.
+        """Return the contents of the run file with all values, and of the plan and profile that it names, by file name.
 
         In the run file their paths are in `folder`. Raises BadInput for a file that cannot be read.
         """
@@ -145,10 +136,7 @@ def check_text(text: str, name: str) -> None:
 
 
 def comment(text: str) -> str:
-    """Return a comment line for a shell script or YAML.
-
-    Line breaks and other characters that do not print are escaped.
-    """
+    """Return a comment line for a shell script or YAML. Line breaks and other characters that do not print are escaped."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return f"# {shown}"
 

@@ -85,6 +85,7 @@ def _preparation(job: SchedulerJob, *, shared: bool) -> Iterator[str]:
     work = STORAGE_FOLDER if shared else f"{folder}/work"
     yield "set -u"
     yield f'mkdir -p "{work}" "{folder}"'
+    # In the run file the folder begins with ~, because $HOME would not be expanded there.
     for name, text in job.files(f"~{folder.removeprefix('$HOME')}").items():
         yield f"cat > \"{folder}/{name}\" <<'END'"  # no line of a YAML mapping is END
         yield text.removesuffix("\n")

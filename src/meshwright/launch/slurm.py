@@ -22,14 +22,12 @@ LEAST_NOTICE = 120
 
 
 def slurm_script(job: SchedulerJob) -> str:
-    """Return the script, which runs one task on each node.
-
-    Options on `sbatch`'s command line override those in the script.
-    """
+    """Return the script, which runs one task on each node. Options on `sbatch`'s command line override those in the script."""
     return "\n".join([*_options(job), "", *_environment(job), "", *_agents(job), "", *_ending(job), ""])
 
 
 def _options(job: SchedulerJob) -> Iterator[str]:
+    """Yield the head of the script, with sbatch's options. Slurm sends USR1 before the time limit, so that the run saves."""
     notice = min(LONGEST_NOTICE, max(LEAST_NOTICE, job.stop_seconds))
     yield "#!/bin/bash"
     yield comment(job.summary)
@@ -51,8 +49,10 @@ def _options(job: SchedulerJob) -> Iterator[str]:
 
 
 def _environment(job: SchedulerJob) -> Iterator[str]:
+    """Yield commands that set the coordinator's address and create the job's token, once for all restarts of the job."""
     yield "set -u"
     yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)'
+    # Jobs that share a host get different ports.
     yield f'export {COORDINATOR_VARIABLE}="$head:$((20000 + SLURM_JOB_ID % 10000))"'
     yield f'export {TOKEN_VARIABLE}="$PWD/.meshwright-token.$SLURM_JOB_ID"'
     yield 'retries_file="$PWD/.meshwright-retries.$SLURM_JOB_ID"'
@@ -62,6 +62,7 @@ def _environment(job: SchedulerJob) -> Iterator[str]:
 
 
 def _agents(job: SchedulerJob) -> Iterator[str]:
+    """Yield commands that start one agent on each node, and start it again if a signal has killed it."""
     command = shlex.join(["meshwright", *job.agent_arguments(job.arguments)])
     agent = (
         "",
@@ -85,6 +86,7 @@ def _agents(job: SchedulerJob) -> Iterator[str]:
 
 
 def _ending(job: SchedulerJob) -> Iterator[str]:
+    """Yield commands that handle the exit code: requeue the job, count a failure, or end for good."""
     yield "# docs/reference/exit-codes.md"
     yield "requeue=no"
     yield 'case "$code" in'

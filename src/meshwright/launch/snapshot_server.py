@@ -1,8 +1,7 @@
 """The snapshot server next to an agent: a process that serves this host's snapshots and stores copies of another
 host's.
 
-The agent owns the listening socket and the memory of the copies. If the server dies, a new server continues with
-both.
+The agent owns the listening socket and the memory of the copies. If the server dies, a new server continues with both.
 """
 
 from __future__ import annotations
@@ -60,6 +59,7 @@ class SnapshotServerProcess:
         self._listener.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the server's process, which inherits the listening socket."""
         descriptor = self._listener.fileno()
         command = [sys.executable, "-m", "meshwright.checkpoint.memory.server", str(descriptor), self._paths]
         return subprocess.Popen(

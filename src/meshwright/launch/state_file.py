@@ -1,8 +1,8 @@
 """`RUN/supervision.jsonl`: the states of a supervised job, one line for each change.
 
-Several processes may coordinate a job one after the other. Each writes its lines with a term, a number one higher
-than the term of its predecessor. If a predecessor whose lease has ended writes a line late, for example after its
-file system hung, that line has a lower term and is ignored.
+Several processes may coordinate a job one after the other. Each writes its lines with a term, a number one higher than
+the term of its predecessor. If a predecessor whose lease has ended writes a line late, for example after its file
+system hung, that line has a lower term and is ignored.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ STATE_FILE = "supervision.jsonl"
 RETRY_SECONDS = 1.0
 """Seconds until another attempt to write a state that could not be written."""
 AGAIN_SECONDS = 10.0
-"""If an event's state could not be written, the event is expected again within this many seconds.
-
-Longer than any heartbeat.
-"""
+"""If an event's state could not be written, the event is expected again within this many seconds. Longer than any heartbeat."""
 UNWRITABLE_SECONDS = 300.0
 """Seconds for which a job waits for a disk that rejects its state, if it cannot continue without; then it ends."""
 GONE_SECONDS = 10.0
@@ -49,10 +46,7 @@ class StateFile:
         """The term of this process; None before it has written a line."""
 
     def append(self, state: State, now: float) -> bool:
-        """Append a state, and return whether that succeeded.
-
-        `now` is a time of any monotonic clock in seconds, also below.
-        """
+        """Append a state, and return whether that succeeded. `now` is a time of any monotonic clock in seconds, also below."""
         if self._error is not None and now < self._retry_at:
             return False
         try:
@@ -92,6 +86,7 @@ class StateFile:
         )
 
     def _append(self, state: State) -> None:
+        """Write a state as one line. The first line of this process gets a term one higher than the newest line's."""
         if self._term is None:
             newest = _newest_record(self._folder / STATE_FILE)
             self._term = 1 if newest is None else newest[0] + 1
@@ -139,6 +134,7 @@ def _newest_record(file: Path, *, say_damage: bool = False) -> tuple[int, State]
             term = record.pop("term")
             records.append((term, from_checked_plain(State, record)))
         except (ValueError, TypeError, KeyError):
+            # Damage before the newest good line does not matter, and a crash may have cut off the last line.
             damaged = number if number < len(lines) and not records else damaged
         if len(records) == LATE_LINES:
             break

@@ -97,6 +97,7 @@ class Sweep:
                 self._take_up(run)
 
     def _checked(self, swept: SweptRun, file: Path) -> SweepRun:
+        """Return a run of the sweep, after reading its configuration. Raises BadInput if it cannot be trained on this host."""
         folder = self.folder / swept.name
         overrides = swept.overrides(self.spec)
         try:
@@ -136,9 +137,9 @@ class Sweep:
     def train(self, note: Callable[[str], None], changed: Callable[[], object]) -> int:
         """Train the runs that have not ended, and return the exit code.
 
-        `note` receives a sentence for each start and end of a run. `changed` is called when a run has ended. Ctrl-C
-        or SIGTERM lets the runs save checkpoints and end; a second Ctrl-C kills them. A run that fails does not
-        affect the others.
+        `note` receives a sentence for each start and end of a run. `changed` is called when a run has ended. Ctrl-C or
+        SIGTERM lets the runs save checkpoints and end; a second Ctrl-C kills them. A run that fails does not affect the
+        others.
         """
         waiting = [run for run in self.runs if run.outcome in ("not started", "stopped")]
         ended = len(self.runs) - len(waiting)
@@ -175,6 +176,7 @@ class Sweep:
         return free[:needed] if len(going) < most and len(free) >= needed else None
 
     def _start(self, run: SweepRun, devices: list[str]) -> None:
+        """Start the process that trains a run on `devices`. Its output goes into the run's log."""
         environment = dict(os.environ)
         if not run.spec.cluster.is_cpu:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -195,6 +197,7 @@ class Sweep:
         run.reader = RunFigureReader(run.folder)
 
     def _has_ended(self, run: SweepRun) -> bool:
+        """Whether the process of a run has ended. If so, the outcome of the run is set."""
         assert run.process is not None, "it was started"
         code = run.process.poll()
         if code is None:
@@ -282,8 +285,9 @@ def _write_record(folder: Path, stopped: Mapping[str, str]) -> None:
 
 @contextmanager
 def _stop_signals(going: Sequence[SweepRun]) -> Iterator[list[int]]:
-    """Handle SIGINT and SIGTERM during a `with` block: pass them on to the runs in `going`. Yields the signals
-    received so far.
+    """Handle SIGINT and SIGTERM during a `with` block: pass them on to the runs in `going`.
+
+    Yields the signals received so far.
 
     The runs get SIGTERM, so that they save checkpoints; after a second SIGINT they are killed. If the block raises an
     exception, the runs get SIGTERM, and their end is awaited.

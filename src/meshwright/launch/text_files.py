@@ -20,12 +20,11 @@ TEMPLATES = (TEMPLATE, TOOL_TEMPLATE, PROCESSOR_TEMPLATE)
 
 
 def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextFormat | None:
-    """Write the files about text into a run's folder, and return the text format; None if the corpus has no
-    tokenizer.
+    """Write the files about text into a run's folder, and return the text format; None if the corpus has no tokenizer.
 
-    The corpus determines which tokens begin and end a text. The folder of the initial weights adds further end
-    tokens, its special tokens and its sampling values. The chat template comes from the corpus if the corpus has
-    chats, else from the weights.
+    The corpus determines which tokens begin and end a text. The folder of the initial weights adds further end tokens,
+    its special tokens and its sampling values. The chat template comes from the corpus if the corpus has chats, else
+    from the weights.
     """
     corpus = source.tokenizer_file
     text = source.text_format
@@ -45,10 +44,7 @@ def write_text_files(run: RunSpec, source: DataSource, folder: Path) -> TextForm
 
 
 def initial_folder(init: str) -> Path | None:
-    """Return the folder of the initial weights; for a run, its newest checkpoint.
-
-    None if the model starts from scratch.
-    """
+    """Return the folder of the initial weights; for a run, its newest checkpoint. None if the model starts from scratch."""
     source, _, folder = init.partition(":")
     if not folder:
         return None

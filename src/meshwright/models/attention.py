@@ -23,20 +23,25 @@ def norm_all_heads(attention: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, 
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads."""
+    """Causal self-attention with grouped key/value heads.
 
-    def __init__(self, spec: AttentionSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
+    With `reference` it uses the kernels' reference implementations, which have PyTorch operators only.
+    """
+
+    def __init__(self, spec: AttentionSpec, hidden: int, reference: bool, hooks: BlockHooks) -> None:
         super().__init__()
         self.hooks = hooks
         self.heads = spec.heads
         self.kv_heads = spec.kv_heads
         self.head_dim = spec.head_dim
-        self.plain = plain
+        self.reference = reference
         width = spec.heads * spec.head_dim
-        self.qkv = Linear(hidden, width + 2 * spec.kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        kv_width = spec.kv_heads * spec.head_dim
+        self.qkv = Linear(hidden, width + 2 * kv_width, bias=spec.qkv_bias)
         if spec.qk_norm is not None:
-            self.q_norm = Norm(spec.qk_norm, width if spec.whole_norm else spec.head_dim, plain)
-            self.k_norm = Norm(spec.qk_norm, spec.kv_heads * spec.head_dim if spec.whole_norm else spec.head_dim, plain)
+            # With `whole_norm` all heads of a token are normed together, otherwise each head alone.
+            self.q_norm = Norm(spec.qk_norm, width if spec.whole_norm else spec.head_dim, reference)
+            self.k_norm = Norm(spec.qk_norm, kv_width if spec.whole_norm else spec.head_dim, reference)
         self.qk_norm = spec.qk_norm is not None
         self.whole_norm = spec.whole_norm
         self.rotated_norm = spec.rotated_norm
@@ -65,7 +70,8 @@ class Attention(nn.Module):
         if self.qk_norm and self.rotated_norm:
             q = self.q_norm(q) * self.query_factor
             k = self.k_norm(k)
-        if rope is not None and len(rope) > 2:
+        if rope is not None and len(rope) > 2:  # the third table has factors of queries that grow with the position
             q = q * rope[2]
-        options = {"plain": self.plain} if self.sinks is None else {"sinks": self.sinks, "plain": self.plain}
-        return self.hooks.attend(q, k, v, mask, **options).flatten(-2)
+        # Not every replacement of `attend` accepts `sinks`.
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        return self.hooks.attend(q, k, v, mask, reference=self.reference, **sinks).flatten(-2)

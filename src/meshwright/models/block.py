@@ -46,10 +46,10 @@ class Block(nn.Module):
     feed-forward network reads the residual stream itself.
 
     A `routed` block has an MoE layer as its feed-forward network and returns a RoutedOutput. `parallel` and `serve` replace functions of
-    `hooks`.
+    `hooks`. With `reference` the block uses the kernels' reference implementations, which have PyTorch operators only.
     """
 
-    def __init__(self, spec: BlockSpec, plain: bool) -> None:
+    def __init__(self, spec: BlockSpec, reference: bool) -> None:
         super().__init__()
         self.hooks = BlockHooks()
         self.attention_kind = attention_kind(spec)
@@ -58,19 +58,19 @@ class Block(nn.Module):
         mixer = spec.mixer
         feed_forward = spec.feed_forward
         self.residual_factor = spec.sublayers[0].factor
-        self.attention_norm = _norm(spec.sublayers[0].norm, spec.hidden, plain)
+        self.attention_norm = _norm(spec.sublayers[0].norm, spec.hidden, reference)
         if isinstance(mixer, LatentAttentionSpec):
-            self.attention: Attention | LatentAttention = LatentAttention(mixer, spec.hidden, plain, self.hooks)
+            self.attention: Attention | LatentAttention = LatentAttention(mixer, spec.hidden, reference, self.hooks)
         else:
-            self.attention = Attention(mixer, spec.hidden, plain, self.hooks)
-        self.attention_output_norm = _norm(spec.sublayers[0].norm_out, spec.hidden, plain)
+            self.attention = Attention(mixer, spec.hidden, reference, self.hooks)
+        self.attention_output_norm = _norm(spec.sublayers[0].norm_out, spec.hidden, reference)
         if not self.parallel:
-            self.mlp_norm = _norm(spec.sublayers[1].norm, spec.hidden, plain)
+            self.mlp_norm = _norm(spec.sublayers[1].norm, spec.hidden, reference)
         if isinstance(feed_forward, MoESpec):
-            self.moe = MoELayer(feed_forward, spec.hidden, plain, self.hooks)
+            self.moe = MoELayer(feed_forward, spec.hidden, reference, self.hooks)
         else:
-            self.mlp = feed_forward_of(feed_forward, spec.hidden, plain)
-        self.mlp_output_norm = _norm(spec.sublayers[-1].norm_out, spec.hidden, plain)
+            self.mlp = feed_forward_of(feed_forward, spec.hidden, reference)
+        self.mlp_output_norm = _norm(spec.sublayers[-1].norm_out, spec.hidden, reference)
 
     def forward(
         self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None, counted: CountedTokens | None = None
@@ -86,25 +86,27 @@ class Block(nn.Module):
     ) -> Tensor | RoutedOutput:
         """As `forward`, without what `hooks.run` adds (recompute, compilation)."""
         if self.parallel and not self.routed:
-            return x + self.hooks.add_branches(self, _normed(x, self.attention_norm), rope, mask)
+            return x + self.hooks.sum_of_branches(self, _normed(x, self.attention_norm), rope, mask)
         x, normed = self.add_attention(x, rope, mask)
         if not self.routed:
-            return x + self.added_output(self.mlp(normed))
+            return x + self.mlp_branch_output(self.mlp(normed))
         routed = cast("RoutedOutput", self.moe(normed, counted))
         # Not `_replace`, whose result torch 2.11 cannot return from a compiled function.
-        return RoutedOutput(x + self.added_output(routed.x), routed.balance, routed.load, routed.squares)
+        return RoutedOutput(x + self.mlp_branch_output(routed.x), routed.balance, routed.load, routed.squares)
 
     def add_attention(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> tuple[Tensor, Tensor]:
         """Return x plus the attention's output, and the input of the feed-forward network."""
         normed = _normed(x, self.attention_norm)
-        x = x + self.attended(normed, rope, mask)
+        x = x + self.attention_branch_output(normed, rope, mask)
         return x, normed if self.parallel else _normed(x, self.mlp_norm)
 
-    def attended(self, normed: Tensor | RoundedMatrix, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
+    def attention_branch_output(
+        self, normed: Tensor | RoundedMatrix, rope: RotaryTables | None, mask: AttentionMask | None
+    ) -> Tensor:
         """Return the attention's output in the form in which it is added to the residual stream: normed and multiplied by its factor."""
         return self._added(self.attention(normed, rope, mask), self.attention_output_norm)
 
-    def added_output(self, y: Tensor) -> Tensor:
+    def mlp_branch_output(self, y: Tensor) -> Tensor:
         """Return the output y of the feed-forward network or experts in the form in which it is added to the residual stream."""
         return self._added(y, self.mlp_output_norm)
 
@@ -113,8 +115,8 @@ class Block(nn.Module):
         return y if self.residual_factor == 1 else y * self.residual_factor
 
 
-def _norm(norm: NormSpec | None, width: int, plain: bool) -> Norm | None:
-    return None if norm is None else Norm(norm, width, plain)
+def _norm(norm: NormSpec | None, width: int, reference: bool) -> Norm | None:
+    return None if norm is None else Norm(norm, width, reference)
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:

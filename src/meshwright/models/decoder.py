@@ -73,17 +73,20 @@ OfLogProbabilities = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class HeadLosses(NamedTuple):
-    """The losses of the head with prediction modules: `tokens` of the next tokens, `further` as in Losses, `routed` of modules' routers."""
+    """The losses of the head of a model with prediction modules."""
 
     tokens: LossSums
+    """Losses of the next tokens."""
     further: Tensor
+    """Losses of the further tokens that the prediction modules predict, over all modules."""
     routed: tuple[RoutedOutput, ...]
+    """The outputs of prediction modules whose blocks have experts, with the losses of their routers."""
 
 
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm, head, prediction modules.
 
-    - `plain`: use the reference implementation of all kernels, which has PyTorch operators only.
+    - `reference`: use the reference implementation of all kernels, which has PyTorch operators only.
     - `loss_chunk`: number of tokens whose logits are in memory at a time in training.
     - `z_loss`: weight of the z-loss in the gradients.
 
@@ -91,16 +94,18 @@ class Decoder(nn.Module):
     do not fit each other.
     """
 
-    def __init__(self, spec: ModelSpec, *, plain: bool = False, loss_chunk: int = 4096, z_loss: float = 0.0) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, reference: bool = False, loss_chunk: int = 4096, z_loss: float = 0.0
+    ) -> None:
         super().__init__()
         check_dimensions(spec)
         self.spec = spec
-        self.plain = plain
+        self.reference = reference
         self.embed = Embedding(_weight(spec.vocab_size, spec.hidden))
         learned = spec.positions == "learned"
         self.positions = Embedding(_weight(spec.max_seq_len, spec.hidden)) if learned else None
-        self.layers = nn.ModuleDict({str(layer): Block(spec.block(layer), plain) for layer in range(spec.layers)})
-        self.norm = Norm(spec.residual_norm, spec.hidden, plain)
+        self.layers = nn.ModuleDict({str(layer): Block(spec.block(layer), reference) for layer in range(spec.layers)})
+        self.norm = Norm(spec.residual_norm, spec.hidden, reference)
         if spec.head == "score":
             self.head = ScoreHead(_weight(1, spec.hidden))
         else:
@@ -109,11 +114,12 @@ class Decoder(nn.Module):
                 loss_chunk,
                 cap=spec.logit_cap,
                 factor=spec.logit_factor,
-                plain=plain,
+                reference=reference,
                 z_loss=z_loss,
             )
         self.predictions = nn.ModuleList(
-            PredictionModule(spec, plain, Block(spec.block(spec.layers), plain)) for _ in range(spec.prediction_depth)
+            PredictionModule(spec, reference, Block(spec.block(spec.layers), reference))
+            for _ in range(spec.prediction_depth)
         )
         add_adapters(self, spec)
 
@@ -210,7 +216,7 @@ class Decoder(nn.Module):
         have rows for; None means all.
         """
         kinds = self.attention_kinds
-        dense = self.plain or dtype == torch.float64
+        dense = self.reference or dtype == torch.float64
         masks = {
             (window, cap): make_mask(
                 documents,
@@ -222,7 +228,7 @@ class Decoder(nn.Module):
                 head_dim=head_dim,
                 dtype=dtype,
                 document_sizes=document_sizes,
-                plain=dense,
+                reference=dense,
             )
             for window, cap, head_dim in {(kind.window, kind.cap, kind.head_dim) for kind in kinds}
         }
@@ -350,13 +356,13 @@ class Head(nn.Module):
         *,
         factor: float = 1.0,
         cap: float | None = None,
-        plain: bool = False,
+        reference: bool = False,
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight = weight
         self.loss_chunk = loss_chunk
-        self.plain = plain
+        self.reference = reference
         self.z_loss = z_loss
         self.factor = factor
         self.cap = cap
@@ -377,7 +383,7 @@ class Head(nn.Module):
         if targets is None:
             return capped(F.linear(hidden, weight), self.cap)
         rows = hidden.flatten(0, 1)
-        losses = {"cap": self.cap, "z_loss": self.z_loss, "plain": self.plain}
+        losses = {"cap": self.cap, "z_loss": self.z_loss, "reference": self.reference}
         of_tokens = None if weights is None else weights.flatten()
         return linear_cross_entropy(rows, weight, targets.flatten(), self.loss_chunk, weights=of_tokens, **losses)
 
@@ -387,7 +393,7 @@ class Head(nn.Module):
         The dtype is fp32 (fp64 in fp64).
         """
         rows = self.scaled(hidden).flatten(0, 1)
-        losses = {"cap": self.cap, "fixed_order": self.fixed_order, "plain": self.plain}
+        losses = {"cap": self.cap, "fixed_order": self.fixed_order, "reference": self.reference}
         found = token_log_probabilities(rows, self.matrix(tied), targets.flatten(), self.loss_chunk, **losses)
         return found.view_as(targets)
 

@@ -55,8 +55,8 @@ class BlockHooks:
 
     `parallel.apply` adds recompute, compilation and the taps of a split backward to the default.
     """
-    add_branches: Callable[[Block, Tensor, RotaryTables | None, AttentionMask | None], Tensor] = sum_of_branches
-    """`add_branches(block, normed, rope, mask)` returns the sum of both branches of a parallel block, without the residual.
+    sum_of_branches: Callable[[Block, Tensor, RotaryTables | None, AttentionMask | None], Tensor] = sum_of_branches
+    """`sum_of_branches(block, normed, rope, mask)` returns the sum of both branches of a parallel block, without the residual.
 
     `normed` is `(batch, seq, hidden)`. In `parallel.tensor` the branches share one all-gather and one reduce-scatter.
     """
@@ -66,8 +66,10 @@ class BlockHooks:
     In `parallel.tensor` and `parallel.tensor_inference` each rank has a part of the heads, and the sums of squares are added over ranks.
     """
     attend: Callable[..., Tensor] = attention
-    """`attend(q, k, v, mask, plain=)` returns the attention of q `(batch, seq, heads, head_dim)` over k and v with `kv_heads`. The result
-    is shaped like q, with the width of v. The default computes it for whole sequences.
+    """`attend(q, k, v, mask, reference=…)` returns the attention of q `(batch, seq, heads, head_dim)` over k and v with `kv_heads`.
+
+    The result is shaped like q, with the width of v. The default computes it for whole sequences. If `reference` is true, it uses the
+    kernels' reference implementations, which have PyTorch operators only.
 
     `parallel.context` and `parallel.hybrid` compute it for sequences that ranks divide, `serve.cached_attention` over a paged cache.
     """

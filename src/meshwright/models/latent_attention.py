@@ -27,15 +27,18 @@ if TYPE_CHECKING:
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention with a latent for keys and values, and a latent for queries unless `spec.q_rank` is 0."""
+    """Causal self-attention with a latent for keys and values, and a latent for queries unless `spec.q_rank` is 0.
 
-    def __init__(self, spec: LatentAttentionSpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
+    With `reference` the layer uses the kernels' reference implementations, which have PyTorch operators only.
+    """
+
+    def __init__(self, spec: LatentAttentionSpec, hidden: int, reference: bool, hooks: BlockHooks) -> None:
         super().__init__()
         self.hooks = hooks
         self.heads = spec.heads
         self.kv_heads = spec.heads
         self.head_dim = spec.head_dim
-        self.plain = plain
+        self.reference = reference
         self.rotated = spec.rotary.width
         self.value_head_dim = spec.value_head_dim
         self.q_rank = spec.q_rank
@@ -44,11 +47,11 @@ class LatentAttention(nn.Module):
         latent = spec.kv_rank + self.rotated
         if spec.q_rank:
             self.down = Linear(hidden, spec.q_rank + latent, bias=False)
-            self.q_norm = Norm(spec.latent_norm, spec.q_rank, plain)
+            self.q_norm = Norm(spec.latent_norm, spec.q_rank, reference)
         else:
             self.kv_down = Linear(hidden, latent, bias=False)
         self.q = Linear(spec.q_rank or hidden, spec.heads * spec.head_dim, bias=False)
-        self.kv_norm = Norm(spec.latent_norm, spec.kv_rank, plain)
+        self.kv_norm = Norm(spec.latent_norm, spec.kv_rank, reference)
         self.kv_up = Linear(spec.kv_rank, spec.heads * (unrotated + spec.value_head_dim), bias=False)
         self.out = Linear(spec.heads * spec.value_head_dim, hidden, bias=False)
         scaling = spec.rotary.scaling
@@ -61,23 +64,25 @@ class LatentAttention(nn.Module):
 
     def split_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Split each head's query into the part that is not rotated and the part that is. q is `(…, heads · head_dim)`."""
-        plain, rotary = q.unflatten(-1, (self.heads, -1)).split((self.head_dim - self.rotated, self.rotated), dim=-1)
-        return plain, rotary
+        sizes = (self.head_dim - self.rotated, self.rotated)
+        unrotated, rotated = q.unflatten(-1, (self.heads, -1)).split(sizes, dim=-1)
+        return unrotated, rotated
 
     def expand(
-        self, q_plain: Tensor, q_rotated: Tensor, latent: Tensor, rotated_key: Tensor
+        self, q_unrotated: Tensor, q_rotated: Tensor, latent: Tensor, rotated_key: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of each head, `(…, heads, ·)`, from the split queries, the latent and the rotated key."""
         sizes = (self.head_dim - self.rotated, self.value_head_dim)
-        k_plain, v = self.kv_up(latent).unflatten(-1, (self.heads, -1)).split(sizes, dim=-1)
-        q = torch.cat((q_plain, q_rotated), dim=-1)
+        k_unrotated, v = self.kv_up(latent).unflatten(-1, (self.heads, -1)).split(sizes, dim=-1)
+        q = torch.cat((q_unrotated, q_rotated), dim=-1)
         if self.score_scale != 1:
             q = q * self.score_scale
-        return q, torch.cat((k_plain, rotated_key[..., None, :].expand(*k_plain.shape[:-1], -1)), dim=-1), v
+        k_rotated = rotated_key[..., None, :].expand(*k_unrotated.shape[:-1], -1)
+        return q, torch.cat((k_unrotated, k_rotated), dim=-1), v
 
-    def absorb(self, q_plain: Tensor) -> Tensor:
+    def absorb(self, q_unrotated: Tensor) -> Tensor:
         """Return queries for latents `(tokens, heads, kv_rank)`, from the unrotated queries `(tokens, heads, head_dim - rotated)`."""
-        return torch.bmm(q_plain.transpose(0, 1), self._head_matrices()[0]).transpose(0, 1)
+        return torch.bmm(q_unrotated.transpose(0, 1), self._head_matrices()[0]).transpose(0, 1)
 
     def expand_values(self, attended: Tensor) -> Tensor:
         """Return the attention output `(tokens, heads · value_head_dim)`, from weighted sums of latents `(tokens, heads, kv_rank)`."""
@@ -92,7 +97,11 @@ class LatentAttention(nn.Module):
         return keys, values
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `(batch, seq, heads · head_dim)`, the latent of keys and values, and the keys' shared part before rotation."""
+        """Return queries `(batch, seq, heads · head_dim)`, the latent of keys and values, and the keys' shared part before rotation.
+
+        If tensor ranks divide the tokens, `gather_tokens` returns the shared part for all tokens. Latents need no gather here: the linear
+        layers that read latents gather their inputs themselves.
+        """
         if not self.q_rank:
             latent, shared_key = self.kv_down(x).split((self.kv_rank, self.rotated), dim=-1)
             return self.q(x), latent, self.hooks.gather_tokens(shared_key)
@@ -114,7 +123,7 @@ def expand_and_attend(
     and the shared key are rotated here.
     """
     assert rope is not None, "latent attention has rotary positions"
-    q_plain, q_rotary = attention.split_queries(q)
+    q_unrotated, q_rotary = attention.split_queries(q)
     rotated_key = rotate_neighbours(shared_key[:, :, None], rope)[:, :, 0]
-    q, k, v = attention.expand(q_plain, rotate_neighbours(q_rotary, rope), latent, rotated_key)
-    return attention.hooks.attend(q, k, v, mask, plain=attention.plain).flatten(-2)
+    q, k, v = attention.expand(q_unrotated, rotate_neighbours(q_rotary, rope), latent, rotated_key)
+    return attention.hooks.attend(q, k, v, mask, reference=attention.reference).flatten(-2)

@@ -105,10 +105,10 @@ class MoELayer(nn.Module):
     - `invariant`: in inference on CUDA, the bits of a token's output do not depend on the other tokens.
     """
 
-    def __init__(self, spec: MoESpec, hidden: int, plain: bool, hooks: BlockHooks) -> None:
+    def __init__(self, spec: MoESpec, hidden: int, reference: bool, hooks: BlockHooks) -> None:
         super().__init__()
         self.hooks = hooks
-        self.plain = plain
+        self.reference = reference
         router = spec.router
         self.count = spec.experts
         self.per_token = spec.per_token
@@ -121,8 +121,8 @@ class MoELayer(nn.Module):
         if router.choice_bias:
             self.choice_bias = nn.Parameter(torch.zeros(spec.experts), requires_grad=False)
         self.router = Linear(hidden, spec.experts, bias=router.bias)
-        self.experts = Experts(spec, hidden, plain)
-        self.shared = None if spec.shared is None else feed_forward_of(spec.shared, hidden, plain)
+        self.experts = Experts(spec, hidden, reference)
+        self.shared = None if spec.shared is None else feed_forward_of(spec.shared, hidden, reference)
         self.shared_gate = Linear(hidden, 1, bias=False) if spec.shared_gate else None
         self.z_loss = False
         self.replayed: Tensor | None = None
@@ -157,7 +157,7 @@ class MoELayer(nn.Module):
         rows = x.flatten(0, 1)
         parts = rows.split(most_tokens(self.count, self.per_token)) if self.invariant and len(rows) else (rows,)
         takes_rows = self.experts.takes_few_rows and runs_kernels(parts[0], self.count, self.per_token)
-        if self.plain or self.replayed is not None or not takes_rows:
+        if self.reference or self.replayed is not None or not takes_rows:
             return None
         routing = Routing(self.per_token, self.sigmoid, self.normalised, self.scale, self.groups, self.groups_per_token)
         outputs = [
@@ -168,7 +168,7 @@ class MoELayer(nn.Module):
     def _pick(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the indices of each token's experts, `(batch, seq, copies)` each, without gradients."""
         particular = self.groups_per_token != self.groups or self.replayed is not None
-        if self.plain or particular or not has_kernel(logits, self.count):
+        if self.reference or particular or not has_kernel(logits, self.count):
             return self._route(logits)[1:]
         return router.pick(
             logits,
@@ -223,7 +223,7 @@ class MoELayer(nn.Module):
         each token's probabilities `(batch · seq, experts)`, which are 0 for tokens that do not count.
         """
         particular = self.groups_per_token != self.groups or self.replayed is not None or counted is not None
-        if self.plain or particular or not has_kernel(logits, self.count):
+        if self.reference or particular or not has_kernel(logits, self.count):
             probabilities, weights, chosen = self._route(logits)
             sums = probabilities.sum(1) if counted is None else (probabilities * counted.mask[..., None]).flatten(0, 1)
             return ExpertChoice(weights, chosen, sums, _loads(chosen, self.count))
@@ -290,7 +290,10 @@ class MoELayer(nn.Module):
 
 
 class Experts(nn.Module):
-    """The feed-forward networks of all routed experts. Their weights are stacked along dimension 0."""
+    """The feed-forward networks of all routed experts. Their weights are stacked along dimension 0.
+
+    With `reference` they use the kernels' reference implementations, which have PyTorch operators only.
+    """
 
     gate_up: nn.Parameter
     up: nn.Parameter
@@ -307,12 +310,12 @@ class Experts(nn.Module):
         """Return the weighted outputs `(tokens, copies, hidden)` of the chosen experts for x `(tokens, hidden)`, without gradients."""
         return expert_outputs(x, self.gate_up, self.down, choices)
 
-    def __init__(self, spec: MoESpec, hidden: int, plain: bool) -> None:
+    def __init__(self, spec: MoESpec, hidden: int, reference: bool) -> None:
         super().__init__()
         expert = spec.expert
         self.activation = expert.activation
         self.gated = expert.gated
-        self.plain = plain
+        self.reference = reference
         self.biased = expert.bias
         self.adapter: ExpertAdapter | None = None
         for name, outputs, inputs in ((expert.first, expert.first_width, hidden), ("down", hidden, expert.width)):
@@ -328,24 +331,24 @@ class Experts(nn.Module):
         """
         name = "gate_up" if self.gated else "up"
         linear = grouped_linear_fp8 if self.fp8 else grouped_linear
-        projected = linear(sorted_rows, getattr(self, name), order.offsets, plain=self.plain)
+        projected = linear(sorted_rows, getattr(self, name), order.offsets, reference=self.reference)
         projected = self._adapted(name, sorted_rows, projected, order)
         projected = self._add_bias(projected, name, order)
         if self.activation == "clamped_swiglu":
             activation = clamped_activation(projected, weights)
         elif self.gated:
-            activation = gated_activation(projected, weights, gelu=self.activation == "geglu", plain=self.plain)
+            activation = gated_activation(projected, weights, gelu=self.activation == "geglu", reference=self.reference)
         else:
             activation = F.gelu(projected, approximate="tanh")
             if weights is not None:
                 activation = (activation * weights[:, None]).to(projected.dtype)
-        outputs = linear(activation, self.down, order.offsets, plain=self.plain)
+        outputs = linear(activation, self.down, order.offsets, reference=self.reference)
         outputs = self._adapted("down", activation, outputs, order)
         return self._add_bias(outputs, "down", order, weights)
 
     def _adapted(self, name: str, rows: Tensor, y: Tensor, order: ExpertOrder) -> Tensor:
         """Add what the experts' adapters compute to the output y of the layer `name`."""
-        return y if self.adapter is None else self.adapter(name, rows, y, order.offsets, plain=self.plain)
+        return y if self.adapter is None else self.adapter(name, rows, y, order.offsets, reference=self.reference)
 
     def _add_bias(self, rows: Tensor, name: str, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
         """Add the biases of the rows' experts to the output rows `(rows, out)` of a layer; `weights` `(rows,)` multiply the biases."""

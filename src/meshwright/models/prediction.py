@@ -38,15 +38,18 @@ class FurtherTokens(NamedTuple):
 
 
 class PredictionModule(nn.Module):
-    """Norms of both inputs, a projection of the two inputs together, one block, and the norm before the head."""
+    """Norms of both inputs, a projection of the two inputs together, one block, and the norm before the head.
 
-    def __init__(self, spec: ModelSpec, plain: bool, block: Block) -> None:
+    With `reference` the norms use the kernels' reference implementations; `block` is created by the caller.
+    """
+
+    def __init__(self, spec: ModelSpec, reference: bool, block: Block) -> None:
         super().__init__()
-        self.token_norm = Norm(spec.residual_norm, spec.hidden, plain)
-        self.hidden_norm = Norm(spec.residual_norm, spec.hidden, plain)
+        self.token_norm = Norm(spec.residual_norm, spec.hidden, reference)
+        self.hidden_norm = Norm(spec.residual_norm, spec.hidden, reference)
         self.project = Linear(2 * spec.hidden, spec.hidden, bias=False)
         self.block = block
-        self.norm = Norm(spec.residual_norm, spec.hidden, plain)
+        self.norm = Norm(spec.residual_norm, spec.hidden, reference)
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Return the block's input, from `hidden` (the earlier output) and the `embedded` tokens; all are `(batch, seq, hidden)`."""

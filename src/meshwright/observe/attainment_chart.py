@@ -1,7 +1,4 @@
-"""Charts of how many requests meet their latency limits (attainment), predicted and measured.
-
-Their legends show no values.
-"""
+"""Charts of how many requests meet their latency limits (attainment), predicted and measured. Their legends show no values."""
 
 from __future__ import annotations
 
@@ -69,8 +66,8 @@ def limits_chart(points: Sequence[tuple[float, float]], goal: float) -> str:
 def division_chart(points: Sequence[tuple[float, float]]) -> str:
     """Return the chart of goodput by how the devices are divided; empty without points.
 
-    `points` are (share of devices that compute only prompts, goodput in requests/s per device). A share of 0 means
-    that every device computes both prompts and new tokens.
+    `points` are (share of devices that compute only prompts, goodput in requests/s per device). A share of 0 means that
+    every device computes both prompts and new tokens.
     """
     if not points:
         return ""

@@ -1,8 +1,8 @@
 """A self-contained HTML page with charts: the document, its content policy and script, and the choice of the x axis.
 
-Everything is inside the page. Its content policy forbids loading anything and running other scripts, so that text of
-a run (data, samples, names) cannot execute. The charts are complete without the script, which shows the values under
-the cursor and lets the reader choose the x axis.
+Everything is inside the page. Its content policy forbids loading anything and running other scripts, so that text of a
+run (data, samples, names) cannot execute. The charts are complete without the script, which shows the values under the
+cursor and lets the reader choose the x axis.
 """
 
 from __future__ import annotations
@@ -60,10 +60,7 @@ def charts_head(charts: Sheet, title: str = "Training") -> str:
 
 
 def figures_json(charts: Sheet) -> str:
-    """Return the numbers of the charts as JSON.
-
-    `<` is escaped, so that no text can close the script element around it.
-    """
+    """Return the numbers of the charts as JSON. `<` is escaped, so that no text can close the script element around it."""
     data = {
         "axes": {
             axis.key: {

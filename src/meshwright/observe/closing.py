@@ -17,8 +17,7 @@ def closing_lines(folder: Path, code: int) -> list[str]:
     After a finished run, the next commands sample from it and evaluate it. After a stopped run, the command continues
     it. After a failed run, the line names its logs; the error message has already said what to change.
 
-    The last line has the command that completes the report: the analysis of spans takes seconds, so ranks leave it
-    out.
+    The last line has the command that completes the report: the analysis of spans takes seconds, so ranks leave it out.
     """
     report = folder / "report.html"
     quoted_folder = shlex.quote(str(folder))
@@ -44,13 +43,23 @@ def _next_commands(folder: Path, quoted_folder: str) -> list[str]:
     """Return commands that use the files of a finished run."""
     if not _has_checkpoint(folder):
         return []
-    use = (
-        f"meshwright serve {quoted_folder}"
-        if _is_reward_model(folder)
-        else f"meshwright generate {quoted_folder} --prompt 'The '"
-    )
-    commands = [use] if (folder / "tokenizer.json").exists() else []
+    commands = [_command_to_use(folder, quoted_folder)] if (folder / "tokenizer.json").exists() else []
     return commands + [f"meshwright eval {quoted_folder}"] * _was_validated(folder)
+
+
+def _command_to_use(folder: Path, quoted_folder: str) -> str:
+    """A first question to the model: a chat where it was trained on chats."""
+    if _is_reward_model(folder):
+        return f"meshwright serve {quoted_folder}"
+    return f"meshwright generate {quoted_folder} " + (
+        "--chat --prompt 'Hello'" if _learned_chats(folder) else "--prompt 'The '"
+    )
+
+
+def _learned_chats(folder: Path) -> bool:
+    """Whether the training data were chats: their answers' ends are in the record of the text format."""
+    record = folder / "text_format.json"
+    return record.exists() and bool(json.loads(record.read_text(encoding="utf-8")).get("answer_ends"))
 
 
 def _has_checkpoint(folder: Path) -> bool:

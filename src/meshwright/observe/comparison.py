@@ -128,9 +128,7 @@ def comparison_page(title: str, runs: Sequence[ComparedRun], *, above: Sequence[
 
 
 def beside(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return a table with one column for each run, headed by its name and the colour of its curve; empty without
-    rows.
-    """
+    """Return a table with one column for each run, headed by its name and the colour of its curve; empty without rows."""
     if not rows:
         return ""
     heads = "".join(f"<th>{_dot(index)}{escape(name)}</th>" for index, name in enumerate(names))
@@ -148,10 +146,7 @@ def _dot(index: int) -> str:
 
 
 def ranking_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with one row for each run, with the colour of its curve.
-
-    The caller sorts the rows, the best first.
-    """
+    """Return a table with one row for each run, with the colour of its curve. The caller sorts the rows, the best first."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     lines = "".join(
         f"<tr><th>{_dot(index)}{escape(row[0])}</th>{''.join(f'<td>{escape(text)}</td>' for text in row[1:])}</tr>"
@@ -162,10 +157,7 @@ def ranking_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def comparison_sheet(runs: Sequence[ComparedRun]) -> Sheet:
-    """Return the charts with one curve for each run.
-
-    Their x axis can be steps, tokens, training time or training FLOPs.
-    """
+    """Return the charts with one curve for each run. Their x axis can be steps, tokens, training time or training FLOPs."""
     positions = {index: _positions(run.folder) for index, run in enumerate(runs) if run.folder.steps}
     if not positions:
         return Sheet((), {}, ())
@@ -180,6 +172,7 @@ def comparison_sheet(runs: Sequence[ComparedRun]) -> Sheet:
         *(_step_chart(runs, indices, *chart) for chart in NOISY),
         _step_chart(runs, indices, "lr", "Learning rate", "", "scientific", smooth=False),
     ]
+    # The charts of the validation loss come after the chart of the training loss.
     charts[1:1] = _validation_charts(runs)
     charts += [
         _step_chart(runs, indices, key, title, f"{unit}, smoothed", form)
@@ -214,6 +207,10 @@ def _step_chart(
     *,
     smooth: bool = True,
 ) -> Chart | None:
+    """Return a chart of one figure of the steps, with one curve for each run; None if no run has the figure.
+
+    `indices` are the steps that are drawn, by the number of the run.
+    """
     series = [
         Series(
             runs[index].name, f"k{index}", f"steps{index}", trend(values, rows) if smooth else selected(values, rows)
@@ -270,6 +267,7 @@ def _validation_chart(
     values_of: Callable[[Sequence[Any]], list[float | None]],
     unit_and_form: tuple[str, Format] = ("nat per token", "loss"),
 ) -> Chart | None:
+    """Return a chart of one figure of the validations, with one curve for each run; None if no run has the figure."""
     series = [
         Series(run.name, f"k{index}", f"validation{index}", values, "line" if len(values) > 1 else "points")
         for index, run in enumerate(runs)
@@ -290,6 +288,7 @@ def _positions(run: RunFolder) -> Table:
 
 
 def _flops_per_token(run: RunFolder) -> float | None:
+    """Return the training FLOPs for each token, with causal attention; None if the model is unknown."""
     seq_len = run.setting("train", "seq_len")
     try:
         spec = from_plain(ModelSection, run.config["model"])
@@ -352,6 +351,7 @@ def _benchmarks(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, each with its dotted key."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from _flat(item, f"{key}.{name}" if key else str(name))

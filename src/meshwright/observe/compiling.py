@@ -6,8 +6,8 @@ import sys
 
 
 def compiler_work() -> dict[str, float]:
-    """Return the numbers of graphs `compiled` and loaded from the disk cache (`from_cache`), and the `seconds` spent
-    on both.
+    """Return the numbers of graphs `compiled` and loaded from the disk cache (`from_cache`), and the `seconds` spent on
+    both.
 
     A forward pass and its backward pass are two graphs. Empty if nothing was compiled.
     """

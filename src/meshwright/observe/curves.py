@@ -20,9 +20,10 @@ _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10
 def trend(values: Values, indices: Sequence[int]) -> list[float | None]:
     """Return the smoothed curve at `indices`. Each value is the mean of the middle half of the values in a window.
 
-    Leaving out the highest and lowest quarter removes spikes. The window is centred on the index, so the trend does
-    not lag. Its half-width is 1/20 of the index, because a loss falls fast early and slowly later, and at most 1/40
-    of the curve. A value is None if the window has no number.
+    Leaving out the highest and lowest quarter removes spikes. The window is centred on the index, so the trend does not
+    lag. Its half-width is 1/20 of the index, because a loss falls fast early and slowly later, and at most 1/40 of the
+    curve. Example: on a curve of 1,000 values, the window of index 400 has the values 380 to 420. A value is None if
+    the window has no number.
     """
     means: list[float | None] = []
     for index in indices:
@@ -34,11 +35,10 @@ def trend(values: Values, indices: Sequence[int]) -> list[float | None]:
 
 
 def indices_of_extremes(length: int, curves: Sequence[Values], limit: int) -> list[int]:
-    """Return at most `limit` ascending indices that keep the lows and highs of each curve, so that spikes stay
-    visible.
+    """Return at most `limit` ascending indices that keep the lows and highs of each curve, so that spikes stay visible.
 
-    The `length` indices are divided into equal buckets. In each bucket, every curve keeps its minimum and its
-    maximum. The first and the last index are kept too.
+    Every curve has `length` values. Their indices are divided into equal buckets. In each bucket, every curve keeps its
+    minimum and its maximum. The first and the last index are kept too.
     """
     if length <= limit:
         return list(range(length))
@@ -73,14 +73,15 @@ def value_range(values: Values, *, from_zero: bool, outliers: bool = False) -> t
     """Return (low, high) of a y axis with margins.
 
     The axis covers all values, or only the lower 98% if the others are far higher. Otherwise a spike, or a first step
-    that compiles, would flatten the curve. With `outliers` it always covers all values. `from_zero` includes 0. An
-    axis for a single value is centred on it.
+    that compiles, would flatten the curve. With `outliers` it always covers all values. `from_zero` includes 0. An axis
+    for a single value is centred on it.
     """
     numbers = sorted(value for value in values if value is not None)
     if not numbers:
         return 0.0, 1.0
     low = numbers[0]
     high = numbers[-1]
+    # At most 2% of the values are above `most_high`, and at most 2% are below `floor`.
     most_high = numbers[int(0.98 * (len(numbers) - 1))]
     floor = 0.0 if from_zero else numbers[int(0.02 * len(numbers))]
     if not outliers and len(numbers) >= 20 and high - floor > 3 * (most_high - floor) > 0:
@@ -89,6 +90,7 @@ def value_range(values: Values, *, from_zero: bool, outliers: bool = False) -> t
         low = min(0.0, low)
         high = max(0.0, high)
     margin = 0.06 * (high - low)
+    # All values are equal, or nearly.
     if margin <= 1e-9 * max(abs(low), abs(high)):
         margin = abs(high) / 2 or 0.5
     return (low if from_zero and low == 0.0 else low - margin), high + margin

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 
 DRIFT = 5e-5
-"""Largest relative difference between the rates of the host's and the device's clock that the error bound allows for.
-"""
+"""Largest relative difference between the rates of the host's and the device's clock that the error bound allows for."""
 
 
 class DeviceClock(Protocol):
@@ -85,8 +84,9 @@ class DeviceTime:
         self._bounds = (0.0, 0.0)
 
     def of(self, reference: ClockReference) -> tuple[int, int]:
-        """Return (Unix time in ns of a reference, error bound in ns). Call this once for each reference, in their
-        order.
+        """Return (Unix time in ns of a reference, error bound in ns).
+
+        Call this once for each reference, in their order.
 
         `latest_ns` of the reference must be set.
         """
@@ -94,6 +94,7 @@ class DeviceTime:
         low = float(reference.earliest_ns)
         high = float(reference.latest_ns)
         if self._last is not None:
+            # The interval in which the last reference puts this one.
             elapsed = self._clock.seconds(self._last, reference.stamp) * 1e9
             slack = abs(elapsed) * DRIFT
             before = self._bounds[0] + elapsed - slack, self._bounds[1] + elapsed + slack

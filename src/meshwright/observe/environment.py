@@ -35,6 +35,7 @@ def environment() -> dict[str, Any]:
 
 
 def _devices() -> dict[str, Any]:
+    """Return facts about the GPUs of this process and their software; only the device "cpu" without GPUs."""
     import torch  # imported here because `meshwright report` uses this package and starts without torch
 
     if not torch.cuda.is_available():

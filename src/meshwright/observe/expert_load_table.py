@@ -44,10 +44,7 @@ def expert_load_table(records: Sequence[Record]) -> ExpertLoadTable | None:
 
 
 def is_table(value: Any) -> bool:
-    """Whether this is a non-empty list of non-empty lists of numbers, all equally long.
-
-    Someone may have edited the file.
-    """
+    """Whether this is a non-empty list of non-empty lists of numbers, all equally long. Someone may have edited the file."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -57,10 +54,7 @@ def is_table(value: Any) -> bool:
 
 
 def _ratios(layer: Sequence[Sequence[float]]) -> list[float]:
-    """Return the loads of one layer's experts, added over steps and divided by their mean.
-
-    `layer` is (steps, experts).
-    """
+    """Return the loads of one layer's experts, added over steps and divided by their mean. `layer` is (steps, experts)."""
     sums = [sum(values) for values in zip(*layer, strict=True)]
     mean = sum(sums) / len(sums)
     return [value / mean if mean else 1.0 for value in sums]

@@ -38,7 +38,10 @@ class Traffic:
 
 
 def sent_bytes(interface: str, counters: Path = COUNTERS) -> int | None:
-    """Return the bytes that the interface has sent since it came up; None if it does not exist."""
+    """Return the bytes that the interface has sent since it came up; None if it does not exist.
+
+    `counters` is the file with the counters of all interfaces.
+    """
     try:
         lines = counters.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -22,8 +22,8 @@ HEADS = ("requests/s", "requests", "failed", "attainment", "TTFT p50", "TTFT p90
 class LatencyFigures:
     """Figures of the requests at one rate, predicted or measured.
 
-    `attainment` is the share of requests that meet both latency limits, 0 to 1. The others are the median (p50) and
-    the 90th percentile (p90) of the time to first token (TTFT) and the time per output token (TPOT), in seconds.
+    `attainment` is the share of requests that meet both latency limits, 0 to 1. The others are the median (p50) and the
+    90th percentile (p90) of the time to first token (TTFT) and the time per output token (TPOT), in seconds.
     """
 
     attainment: float
@@ -131,10 +131,12 @@ def page(report: LoadReport) -> str:
 def _curves(report: LoadReport) -> list[AttainmentCurve]:
     predicted = [(r.rate / report.devices, r.predicted.attainment) for r in report.rates if r.predicted is not None]
     measured = [(r.rate / report.devices, r.measured.attainment) for r in report.rates]
+    # Without a prediction, only the measured curve is drawn.
     return [AttainmentCurve("predicted", predicted, "rings"), AttainmentCurve("measured", measured)][not predicted :]
 
 
 def _lines(result: RateResult) -> list[tuple[str, ...]]:
+    """Return the table lines of one rate: measured and, if known, predicted."""
     lines: list[tuple[str, ...]] = [
         (
             "measured",

@@ -1,7 +1,4 @@
-"""Blocks of one measured pipeline step, from the recorded spans of its ranks.
-
-The picture is shown next to the prediction.
-"""
+"""Blocks of one measured pipeline step, from the recorded spans of its ranks. The picture is shown next to the prediction."""
 
 from __future__ import annotations
 
@@ -15,8 +12,9 @@ from meshwright.events.span_ring import RankSpans
 from meshwright.observe.timeline_svg import TimelineBlock
 
 COMPUTE_COLOURS = {"forward": "k0", "backward": "k4", "weight_gradient": "k1", "gradient_norm": "k6", "optimizer": "k6"}
+"""Colour class of each phase of computation."""
 WAIT_COLOURS = {"collective_wait": "k3", "receive": "k7"}
-"""Colour class of each phase: `COMPUTE_COLOURS` for operations, `WAIT_COLOURS` for waits for communication."""
+"""Colour class of each phase in which a rank waits for communication."""
 LAST_STEPS = 100
 """Number of steps, the newest that all ranks have, among which the typical step is chosen."""
 
@@ -38,14 +36,15 @@ class MeasuredStep:
 def typical_step(ranks: Sequence[RankSpans]) -> MeasuredStep | None:
     """Return the step of median duration among the newest steps that all ranks of the first pipeline have recorded.
 
-    `ranks` are recordings whose times are on one clock. The first pipeline has the ranks whose coordinates on all
-    other axes are 0. None if there is no such step.
+    `ranks` are recordings whose times are on one clock. The first pipeline has the ranks whose coordinates on all other
+    axes are 0. None if there is no such step.
     """
     column = sorted(
         (rank for rank in ranks if not any(i for axis, i in rank.header["coordinates"].items() if axis != "pipeline")),
         key=_stage,
     )
     steps = [dict(zip(*_lengths(rank), strict=True)) for rank in column]
+    # The first common step is left out, because a first step is usually slower.
     common = sorted(set.intersection(*map(set, steps)))[1:][-LAST_STEPS:] if steps else []
     if not common or [_stage(rank) for rank in column] != list(range(len(column))):
         return None
@@ -67,10 +66,7 @@ def _stage(rank: RankSpans) -> int:
 
 
 def _lengths(rank: RankSpans) -> tuple[list[int], list[int]]:
-    """Return the steps of a rank and their durations in ns.
-
-    If a step ran twice, the last one wins in `typical_step`.
-    """
+    """Return the steps of a rank and their durations in ns. If a step ran twice, the last one wins in `typical_step`."""
     steps = rank.of_phase("step")
     return steps["step"].tolist(), steps["duration_ns"].tolist()
 

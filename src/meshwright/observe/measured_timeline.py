@@ -20,6 +20,7 @@ from meshwright.simulator.timeline import AXES, Record, Timeline
 Interval = tuple[float, float]
 """(start, end) in seconds."""
 SHARD_LANES = ("unshard", "reduce")
+"""Names of the lanes for collectives over the shard axis: gathers of weights, and reductions of gradients."""
 COLLECTIVES = (*SHARD_LANES, "replicate")
 """Names of the lanes for collectives."""
 
@@ -33,8 +34,8 @@ def measured_timeline(schedule: Schedule, ranks: Sequence[StepSpans]) -> tuple[T
       count.
     - A message is in transfer from the time at which both ranks have issued it and the channel is free, as in a
       simulated step.
-    - Exposed time is the time in which a rank computes nothing before an action that waits for a transfer, while
-      bytes of that transfer are moving.
+    - Exposed time is the time in which a rank computes nothing before an action that waits for a transfer, while bytes
+      of that transfer are moving.
 
     Raises ValueError if the ranks did not follow the schedule.
     """
@@ -103,8 +104,8 @@ def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> lis
 def _collectives(rank: int, actions: Sequence[Action], step: StepSpans) -> list[Record]:
     """Return records of the collectives that ran.
 
-    Some collectives of the schedule are skipped and have no span, for example a gather over one rank or of weights
-    that are resident.
+    Some collectives of the schedule are skipped and have no span, for example a gather over one rank or of weights that
+    are resident.
     """
     action_by_label = {action.label: action for action in actions if action.op in ("unshard", "reduce_grad")}
     return [
@@ -164,10 +165,7 @@ class _RankSeconds:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A transfer that an action waits for.
-
-    It moves bytes between `start` and `end`, whenever one of `lanes` is busy.
-    """
+    """A transfer that an action waits for. It moves bytes between `start` and `end`, whenever one of `lanes` is busy."""
 
     axis: str
     lanes: tuple[str, ...]
@@ -199,6 +197,7 @@ class _WaitCounter:
         self._sums = _RankSeconds()
 
     def count(self, compute: Sequence[Record], at_barrier: Sequence[float]) -> _RankSeconds:
+        """Return the seconds of the step. `at_barrier` has the times at which each rank had finished its reductions."""
         sums = self._sums
         for _, _, action, start, end in compute:
             if action.op in COMPUTE:
@@ -231,10 +230,7 @@ class _WaitCounter:
         return _latest_first(transfers)
 
     def _wait(self, until: float, transfers: Iterable[_Transfer]) -> None:
-        """Count as exposed the idle time before `until` in which a lane of `transfers` was busy.
-
-        Each moment counts once.
-        """
+        """Count as exposed the idle time before `until` in which a lane of `transfers` was busy. Each moment counts once."""
         idle = [(self._clock, until)] if until > self._clock else []
         for transfer in transfers:
             for lane in transfer.lanes:
@@ -243,7 +239,10 @@ class _WaitCounter:
                 self._sums.exposed[transfer.axis] += idle_seconds - sum(end - start for start, end in idle)
 
     def _subtract_busy(self, gap: Interval, lane: str, transfer: _Transfer) -> list[Interval]:
-        """Return the parts of `gap` in which `lane` was not busy with the transfer."""
+        """Return the parts of `gap` in which `lane` was not busy with the transfer.
+
+        Example: the gap (0, 10) without the busy time (2, 4) has the parts (0, 2) and (4, 10).
+        """
         first = max(gap[0], transfer.start)
         last = min(gap[1], transfer.end)
         if first >= last:

@@ -1,8 +1,7 @@
 """metrics.jsonl, a file with one JSON object per line. All other views of a run are made from it.
 
 A line has a `kind`: "step", "validation", "event", "prediction_check", "start" or "answers". Steps count from 1. A
-number that is not finite is written as null, and its key is listed under `nonfinite`, so that every line is valid
-JSON.
+number that is not finite is written as null, and its key is listed under `nonfinite`, so that every line is valid JSON.
 """
 
 from __future__ import annotations
@@ -99,14 +98,15 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
 
 
 class MetricsWriter:
-    """Appends lines to metrics.jsonl, each at once. A resume first removes lines of earlier attempts after step
-    `resume_from`.
+    """Appends lines to metrics.jsonl, each at once.
+
+    A resume first removes lines of earlier attempts after step `resume_from`.
 
     A power cut loses the lines since the last `sync`. It may leave bytes of 0 in their place, which readers skip.
 
-    If the disk rejects a line, it is kept in memory and written as soon as possible; the log says so once. If more
-    than `KEPT_BYTES` are kept, every `write_` method raises the error of `as_meshwright_error`. The methods also
-    raise an error if the file was deleted.
+    If the disk rejects a line, it is kept in memory and written as soon as possible; the log says so once. If more than
+    `KEPT_BYTES` are kept, every `write_` method raises the error of `as_meshwright_error`. The methods also raise an
+    error if the file was deleted.
 
     `lease` is the lease of the run's folder. With it, the methods raise BadInput if another start has taken over the
     folder and replaced the file.
@@ -140,9 +140,7 @@ class MetricsWriter:
         self._append({"kind": "event", "step": step, "text": text})
 
     def write_start(self, step: int, phases: Mapping[str, float], compiler: Mapping[str, float]) -> None:
-        """Write how a start went that continued after `step`: seconds by phase (`events.start`), and the compiler's
-        work.
-        """
+        """Write how a start went that continued after `step`: seconds by phase (`events.start`), and the compiler's work."""
         seconds = sum(phases.values())
         self._append({"kind": "start", "step": step, "seconds": seconds, "phases": phases, "compiler": compiler})
 
@@ -194,6 +192,7 @@ class MetricsWriter:
         self.close()
 
     def _append(self, record: Mapping[str, Any]) -> None:
+        """Write a line, after the lines that could not be written before. If the disk rejects it, keep it in memory."""
         unwritten = len(self._unwritten)
         self._keep(to_line(record).encode())
         try:
@@ -237,8 +236,9 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all lines, the oldest first. Damaged lines at the end are left out, with a warning; a crash may leave
-    such lines.
+    """Return all lines, the oldest first.
+
+    Damaged lines at the end are left out, with a warning; a crash may leave such lines.
 
     Raises Damaged if a damaged line is followed by a good one.
     """
@@ -253,8 +253,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Return (valid records, numbers of damaged lines, from 1).
 
-    A last line without a line break, as a crash leaves it, is in neither list. It counts as damaged if it has bytes
-    of 0.
+    A last line without a line break, as a crash leaves it, is in neither list. It counts as damaged if it has bytes of
+    0.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
@@ -269,10 +269,7 @@ def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Return a record as a line of valid JSON.
-
-    Numbers that are not finite become null and are listed under `nonfinite`.
-    """
+    """Return a record as a line of valid JSON. Numbers that are not finite become null and are listed under `nonfinite`."""
     nonfinite: dict[str, str] = {}
     finite = _finite(record, "", nonfinite)
     if nonfinite:
@@ -281,6 +278,11 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any, key_path: str, nonfinite: dict[str, str]) -> Any:
+    """Return `value` with None in place of numbers that are not finite, whose texts are added to `nonfinite` by dotted
+    key.
+
+    Example: {"a": {"b": NaN}} becomes {"a": {"b": None}}, and `nonfinite` gets {"a.b": "nan"}.
+    """
     if isinstance(value, Mapping):
         return {
             key: _finite(item, f"{key_path}.{key}" if key_path else str(key), nonfinite) for key, item in value.items()
@@ -294,6 +296,7 @@ def _finite(value: Any, key_path: str, nonfinite: dict[str, str]) -> Any:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
+    """Return the record of a line; None unless it is a JSON object with a whole number `step`."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Follows files of JSON lines, and the metrics in them, while a run writes them. It needs no torch."""
+"""Follows files of JSON lines, and the metrics in them, while a run writes them. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class LineTail:
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """Return (objects since the last call, whether these are all objects of a new file).
 
-        The second value is true on the first call and if the file was replaced or became shorter. Returns no objects
-        if the file does not exist.
+        The second value is true on the first call and if the file was replaced or became shorter. Returns no objects if
+        the file does not exist.
         """
         try:
             with self._path.open("rb") as file:

@@ -10,6 +10,7 @@ _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 def short(value: float, digits: int = 3) -> str:
     """Return `digits` significant digits with k, M, B or T: 48213 becomes "48.2k"."""
     for size, suffix in SUFFIXES:
+        # A value that would round up to 1,000 gets the next suffix: 999,600 is "1.00M", not "1000k".
         if abs(value) >= size * (1 - 0.5 * 10**-digits):
             return f"{_significant(value / size, digits)}{suffix}"
     return _significant(value, digits)
@@ -57,9 +58,7 @@ def percent(fraction: float) -> str:
 
 
 def rate(value: float) -> str:
-    """Return three significant digits, but all digits before the decimal point: 16.364 becomes "16.4", 1042.3
-    "1,042".
-    """
+    """Return three significant digits, but all digits before the decimal point: 16.364 becomes "16.4", 1042.3 "1,042"."""
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 

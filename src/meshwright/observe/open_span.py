@@ -20,8 +20,8 @@ POLL_SECONDS = 1e-4
 class OpenSpan:
     """A span and its stamps `first` and `last`.
 
-    `counts` is the phase of the step to whose time the span is added; None for spans that are only drawn or recorded.
-    A span with a `phase` is recorded, with the fields of `events.span.SpanRecord`.
+    `counts` is the phase of the step to whose time the span is added; None for spans that are only drawn or recorded. A
+    span with a `phase` is recorded, with the fields of `events.span.SpanRecord`.
     """
 
     name: str
@@ -43,11 +43,13 @@ class OpenSpan:
         """Whether the span can include `action`, which follows it.
 
         Both must have the same op and stage. They must also have the same micro-batch (then the span covers several
-        units), or the same unit (then it covers several micro-batches, as in the layered order).
+        units), or the same unit. Then the span covers several micro-batches: in layered order, all of them run through a unit
+        before the next unit.
         """
         mine = self.action
         if mine is None or mine.op != action.op or mine.stage != action.stage:
             return False
+        # The same micro-batch, or the same unit if the action has a unit.
         return action.micro_batch == self.micro_batch or unit_of(action) == self.unit >= 0
 
     def extend(self, action: ScheduledAction, tokens: int) -> None:
@@ -59,6 +61,7 @@ class OpenSpan:
             self.amount += tokens
 
     def record(self, step: int, start_ns: int, duration_ns: int) -> SpanRecord:
+        """Return the record of this span. Stage and peer are -1 if it belongs to no action."""
         assert self.phase is not None
         stage, peer = (-1, -1) if self.action is None else (self.action.stage, self.action.peer)
         return SpanRecord(
@@ -92,10 +95,7 @@ class OpenSpan:
 
 @dataclass(slots=True)
 class PostedMessage(OpenSpan):
-    """A message between ranks.
-
-    `first` is stamped when it was issued, and `transfer` knows how long the transfer takes.
-    """
+    """A message between ranks. `first` is stamped when it was issued, and `transfer` knows how long the transfer takes."""
 
     transfer: MessageTransfer | None = None
     timed_from_posting: bool = False

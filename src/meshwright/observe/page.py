@@ -1,6 +1,4 @@
-"""Parts of self-contained HTML pages without scripts, in the style of the report: document, headline figures, tables,
-lists.
-"""
+"""Parts of self-contained HTML pages without scripts, in the style of the report: document, headline figures, tables, lists."""
 
 from __future__ import annotations
 
@@ -14,12 +12,11 @@ UNWRAPPED_CHARACTERS = 12
 """A cell's text of at most this many characters stays on one line."""
 STYLE = """
 table.rows td { text-align: left; color: var(--text); padding-right: 18px; }
-table.rows td:first-child { white-space: nowrap; }
 table.rows td { overflow-wrap: normal; }
 table.rows th { width: auto; border-top: 0; }
 @media screen and (max-width: 600px) {
   table.rows { font-size: 12.5px; }
-  table.rows th, table.rows td, table.rows td:first-child { white-space: normal; padding-right: 8px; }
+  table.rows th, table.rows td { white-space: normal; padding-right: 8px; }
 }
 section.card + section.card, .grid + section.card, .tiles + section.card { margin-bottom: 20px; }
 """
@@ -76,12 +73,15 @@ def card(title: str, body: str) -> str:
 
 
 def rows(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a table; empty if it has no lines. A line may have fewer cells than there are headings."""
+    """Return a table with the headings `heads`; empty if it has no lines.
+
+    A line may have fewer cells than there are headings.
+    """
     body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in line)}</tr>" for line in lines)
     if not body:
         return ""
     head = f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr></thead>" if any(heads) else ""
-    return f'<table class="facts rows">{head}<tbody>{body}</tbody></table>'
+    return f'<div class="scroll"><table class="facts rows">{head}<tbody>{body}</tbody></table></div>'
 
 
 def items(sentences: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """Measures the device time of each span of a training step, without synchronising host and device.
 
-On CUDA, a time stamp is an event on the stream; its time is read after the device has reached it. On a CPU, a stamp
-is a time of the clock.
+On CUDA, a time stamp is an event on the stream; its time is read after the device has reached it. On a CPU, a stamp is
+a time of the clock.
 
 Phases in device time show only time that delays the device. For example, fetching a batch while the device computes
 takes no time of the step.
@@ -149,10 +149,7 @@ class StepRecorder:
 
     @property
     def detail(self) -> bool:
-        """Whether actions are recorded separately, and all communication is recorded.
-
-        It can be set between steps only.
-        """
+        """Whether actions are recorded separately, and all communication is recorded. It can be set between steps only."""
         return self._detail
 
     @detail.setter
@@ -162,10 +159,7 @@ class StepRecorder:
         self._detail = wanted
 
     def take(self) -> list[StepSpans]:
-        """Return the steps recorded with `detail` since the last call, in order.
-
-        Call `wait` first to get all of them.
-        """
+        """Return the steps recorded with `detail` since the last call, in order. Call `wait` first to get all of them."""
         self._collect()
         taken = self._detailed
         self._detailed = []
@@ -331,10 +325,7 @@ class StepRecorder:
         self._window.spans.append(span)
 
     def _begin_stamp(self) -> Any:
-        """Return the stamp for a span that begins now.
-
-        A span of earlier actions that is still open ends at the same stamp.
-        """
+        """Return the stamp for a span that begins now. A span of earlier actions that is still open ends at the same stamp."""
         if self._window is None:
             self._open_window(counted=False)
         if self._unseen is not None and self._unseen.look(self._clock, self._host):
@@ -344,6 +335,7 @@ class StepRecorder:
         return stamp
 
     def _end_joined(self, stamp: Any) -> None:
+        """End the span of the last action at `stamp`, if it is still open."""
         joined = self._joined
         self._joined = None
         if joined is not None:
@@ -360,6 +352,7 @@ class StepRecorder:
         if phase != "collective_wait" or action is None:
             return self._recorded_wait(phase, index, action, size, self._begin_stamp())
         needs = span_phase(action.op)
+        # A wait between two units of the same action: only every n-th of these is measured, and counts as n.
         if self._joined is not None and (needs is None or self._joined.extends_to(action)):
             self._waits += 1
             if (self._waits + self._last_step) % self._every:
@@ -367,6 +360,7 @@ class StepRecorder:
             span = self._recorded_wait(phase, index, action, size, self._clock.stamp())
             span.count = self._every
             return span
+        # A wait before another action is time of that action's phase.
         span = self._recorded_wait(phase, index, action, size, self._begin_stamp())
         span.counts = step_phase(needs) if needs else None
         return span
@@ -378,6 +372,7 @@ class StepRecorder:
         return OpenSpan(phase, "wait", None, stamp, None, phase, index, action, size, 1, micro_batch, unit)
 
     def _open_window(self, *, counted: bool) -> OpenWindow:
+        """Begin a step (`counted`), or a span outside of steps, and keep its stamps until they can be read."""
         reference = self._clock.reference() if self._sink is not None else None
         if reference is not None and not reference.look(self._clock, self._host):
             self._unseen = reference
@@ -385,6 +380,7 @@ class StepRecorder:
         return self._window
 
     def _close_window(self) -> None:
+        """End the current step or span. It waits in `_pending` until the device has reached its stamps."""
         assert self._window is not None
         self.gap()
         self._window.last = self._clock.stamp()
@@ -396,6 +392,11 @@ class StepRecorder:
             self._take_in(self._pending.popleft(), times)
 
     def _take_in(self, window: OpenWindow, times: list[tuple[float, float]]) -> None:
+        """Use a window whose times are known: send its records, add up its phases, and reuse its stamps.
+
+        `times` has (start, end) of each span, in seconds after the window's begin. Time that no span counts is the
+        phase "host".
+        """
         if self._sink is not None:
             self._send_records(window, times, self._sink)
         start = self._start_of(window)
@@ -459,10 +460,7 @@ class StepRecorder:
 
 
 class DetailRecorder(StepRecorder):
-    """Measures only steps with `detail`.
-
-    It is for a run that records no phases and spans, but may record a timeline.
-    """
+    """Measures only steps with `detail`. It is for a run that records no phases and spans, but may record a timeline."""
 
     def begin_step(self, step: int, tokens: int = 0) -> None:
         if self.detail:

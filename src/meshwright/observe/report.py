@@ -97,6 +97,7 @@ def _status(run: RunFolder) -> tuple[str, str]:
 
 
 def _charts(run: RunFolder, charts: Sheet) -> str:
+    """Return all charts. The figure of memory comes after the charts of speed."""
     memory = report_parts.memory(run)
     if not charts.charts:
         return f'<div class="grid">{memory}</div>' if memory else ""

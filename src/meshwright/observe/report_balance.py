@@ -1,6 +1,4 @@
-"""The report's picture of one step with samples of different lengths: each rank's samples over time, coloured by
-length.
-"""
+"""The report's picture of one step with samples of different lengths: each rank's samples over time, coloured by length."""
 
 from __future__ import annotations
 
@@ -33,9 +31,11 @@ LABELS = {
 RANKS_DRAWN = 64
 """Most ranks in the picture. If there are more, evenly spaced ranks are drawn."""
 HEIGHT = 384
+"""Most pixels of the picture's height."""
 LEAST_BAR = 5
+"""Least pixels of the height of one rank's bar."""
 MOST_BAR = 26
-"""Pixels: most height of the picture, least and most height of one rank's bar."""
+"""Most pixels of the height of one rank's bar."""
 WIDTH = 1000
 """Width of the picture in units of its view box."""
 
@@ -89,8 +89,8 @@ def _blocks(
 ) -> Iterator[tuple[str, float, float]]:
     """Yield (level, start, end) of a rank's blocks, in seconds.
 
-    In each slot the samples are drawn from the longest to the shortest. Neighbouring samples of the same level are
-    one block. `starts` has the start of each of the rank's slots.
+    In each slot the samples are drawn from the longest to the shortest. Neighbouring samples of the same level are one
+    block. `starts` has the start of each of the rank's slots.
     """
     mine = balance.rank == rank
     for slot in range(int(balance.slots[rank])):

@@ -20,11 +20,9 @@ def benchmarks_card(results: Sequence[Record]) -> str:
 
 
 def metric_texts(result: Record) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for each metric of a result. The text has the value, and its standard error if there is
-    one.
+    """Yield (label, text) for each metric of a result. The text has the value, and its standard error if there is one.
 
-    The metrics have the names of lm-eval: `acc,none` and `acc_stderr,none`, where `none` is the filter of the
-    answers.
+    The metrics have the names of lm-eval: `acc,none` and `acc_stderr,none`, where `none` is the filter of the answers.
     """
     metrics = result["metrics"]
     for key, value in metrics.items():

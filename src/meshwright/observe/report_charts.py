@@ -47,9 +47,11 @@ ANSWER_CHARTS: tuple[tuple[str, str, str], ...] = (
 PER_SOURCE = "preferences_by_source"
 """Key whose value has the figures of each source."""
 MOST_POINTS = 1500
+"""Most points of a curve. More cannot be told apart on a page."""
 MOST_COLUMNS = 160
+"""Most columns of a stacked chart."""
 MOST_VALIDATIONS = 500
-"""Most points of a curve, columns of a stacked chart, and validation points. More cannot be told apart on a page."""
+"""Most validation points."""
 RECENT_VALUES = 10
 """Number of values of which `recent_mean` is the mean."""
 SOURCE_COLOURS = ("c-second", "c-optim", "c-checkpoint", "c-backward")
@@ -164,6 +166,7 @@ def recent_mean(values: Values) -> float | None:
 
 
 def _loss(run: RunFolder, indices: Sequence[int], validations: Sequence[Record]) -> Chart | None:
+    """Return the chart of the loss: each step, its trend, validations and events. None if no step has a loss."""
     losses = column(run.steps, "loss")
     series = [
         Series("each step", "c-loss faint", "steps", selected(losses, indices)),
@@ -193,6 +196,7 @@ def _by_source(validations: Sequence[Record]) -> list[Series]:
 
 
 def _throughput(run: RunFolder, indices: Sequence[int]) -> list[Chart | None]:
+    """Return the charts of throughput and of MFU."""
     speed = _curve(run, indices, "tokens_per_second", "Throughput", "tokens per second, all ranks", "short", noisy=True)
     variants = [("mfu", "causal attention", "c-loss thin"), ("mfu_full", "full attention", "c-second thin")]
     series = [
@@ -229,6 +233,7 @@ def _phases(run: RunFolder) -> Chart | None:
 def _curve(
     run: RunFolder, indices: Sequence[int], key: str, title: str, unit: str, form: Format, *, noisy: bool = False
 ) -> Chart | None:
+    """Return a chart of one figure of the steps; None if the run lacks it. A `noisy` figure also gets its trend."""
     values = column(run.steps, key)
     if not has_numbers(values):
         return None
@@ -241,6 +246,7 @@ def _curve(
 def _steady_line(
     values: Values, label: str, colour: str, indices: Sequence[int], text: Callable[[float], str]
 ) -> Series:
+    """Return a curve whose legend shows the median without the first steps."""
     steady_value = steady_median(values)
     return Series(
         label,
@@ -252,9 +258,7 @@ def _steady_line(
 
 
 def positions_of(steps: Sequence[Record]) -> Table:
-    """Return the position of each step on every x axis: its number, all tokens so far, and training seconds at its
-    end.
-    """
+    """Return the position of each step on every x axis: its number, all tokens so far, and training seconds at its end."""
     elapsed = 0.0
     seconds = []
     for value in column(steps, "step_seconds"):
@@ -279,7 +283,10 @@ def _axes(positions: Table) -> tuple[Axis, ...]:
 
 
 def axis_between(key: str, label: str, first: float, high: float) -> Axis:
-    """Return an x axis for values from `first` to `high`. It begins at 0, unless the first value is far from 0."""
+    """Return an x axis for values from `first` to `high`. It begins at 0, unless the first value is far from 0.
+
+    `key` is the axis's name in a `Table`: step, tokens, time or flops. `label` is its name for readers.
+    """
     low = 0.0 if first <= 0.2 * high or high <= 1 else first
     if not high > low:
         low = 0.0
@@ -293,20 +300,14 @@ def axis_between(key: str, label: str, first: float, high: float) -> Axis:
 
 
 def at_steps(positions: Table, records: Sequence[Record]) -> Table:
-    """Return the positions of records on every axis.
-
-    A record is at the newest step line with the same or a lower step.
-    """
+    """Return the positions of records on every axis. A record is at the newest step line with the same or a lower step."""
     indices = [bisect_right(positions["step"], record["step"]) - 1 for record in records]
     table = {key: [values[index] if index >= 0 else 0.0 for index in indices] for key, values in positions.items()}
     return {**table, "step": [float(record["step"]) for record in records]}
 
 
 def _window_edges(positions: Table, windows: int) -> Table:
-    """Return the x values at the edges of `windows` windows of steps.
-
-    Each window begins where the step before it ended.
-    """
+    """Return the x values at the edges of `windows` windows of steps. Each window begins where the step before it ended."""
     length = len(positions["step"])
     last_indices = [(window + 1) * length // windows - 1 for window in range(windows)]
     first_edges = {"step": positions["step"][0] - 1, "tokens": 0.0, "time": 0.0}
@@ -325,6 +326,7 @@ def selected(values: Values, indices: Sequence[int]) -> list[float | None]:
 
 def evenly_spaced(records: Sequence[Record], limit: int) -> Sequence[Record]:
     """Return at most `limit` records, evenly spaced and including the last one."""
+    # Counted from the end, so that the last record is included.
     stride = max(1, math.ceil(len(records) / limit))
     return records[::-1][::stride][::-1]
 

@@ -59,6 +59,7 @@ def predicted_and_measured(run: RunFolder) -> str:
 
 
 def _table_line(label: str, comparison: Comparison | None, text: Text) -> str:
+    """Return the table line of one figure; empty if it was not compared. A value outside of its band is highlighted."""
     if comparison is None:
         return ""
     expected = text(comparison.predicted) if comparison.predicted is not None else "–"
@@ -74,6 +75,7 @@ def _table_line(label: str, comparison: Comparison | None, text: Text) -> str:
 
 
 def _remarks(prediction_check: PredictionCheck) -> str:
+    """Return sentences about which steps were compared, and how to read the comparison."""
     sentences = [
         f"Steps {prediction_check.steps[0]:,} to {prediction_check.steps[1]:,}, without the first {WARM_UP} of this start; "
         f"{'' if prediction_check.samples else 'step time and '}rates are medians, memory is the fullest rank's."

@@ -23,9 +23,11 @@ LABELS = {
 }
 """Words for each level in the legend."""
 HEIGHT = 320
+"""Most pixels of the picture's height, if the cells allow it."""
 LEAST_CELL = 4
+"""Least pixels of the height of a cell."""
 MOST_CELL = 28
-"""Pixels: most height of the picture if the cells allow it, least and most height of a cell."""
+"""Most pixels of the height of a cell."""
 
 
 def expert_loads_card(steps: Sequence[Record]) -> str:

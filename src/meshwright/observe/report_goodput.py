@@ -16,6 +16,7 @@ COLOURS = {
     "waiting_for_data": "c-reduce",
     "idle": "c-event",
 }
+"""CSS class of each use of the wall time."""
 
 
 def goodput_card(breakdown: RunGoodput | None) -> str:

@@ -1,6 +1,4 @@
-"""The report's heat map of ranks and steps: compute time relative to the median rank, and a sentence about the
-slowest rank.
-"""
+"""The report's heat map of ranks and steps: compute time relative to the median rank, and a sentence about the slowest rank."""
 
 from __future__ import annotations
 
@@ -11,8 +9,9 @@ from dataclasses import dataclass
 from meshwright.observe import number_text
 
 MOST_ROWS = 200
+"""Most rows of the picture, for ranks."""
 MOST_COLUMNS = 400
-"""Most cells of the picture: rows for ranks, columns for steps."""
+"""Most columns of the picture, for steps."""
 LEVELS = ((0.9, "h0"), (0.97, "h1"), (1.03, "h2"), (1.1, "h3"), (1.25, "h4"), (1.5, "h5"), (math.inf, "h6"))
 """(upper limit of the ratio to the median rank, colour class) of each level."""
 LABELS = {
@@ -24,11 +23,13 @@ LABELS = {
     "h5": "25% to 50% longer",
     "h6": "over 50% longer",
 }
+"""Words for each level in the legend."""
 NOTABLE = 0.02
 """A rank is called slow if its median ratio exceeds 1 by at least this."""
 HEIGHT = 320
+"""Most pixels of the picture's height."""
 LEAST_CELL = 4
-"""Pixels: most height of the picture, least height of a row."""
+"""Least pixels of the height of a row."""
 
 Range = tuple[int, int]
 """(first, last) of a range of ranks or steps."""
@@ -39,8 +40,8 @@ class HeatMapFigures:
     """The cells of the picture, computed by `diagnosis.heat_map`.
 
     `ratio` has one row for each range of `ranks` and one value for each range of `steps`; None if no time is known.
-    `excess` says for each rank by how much its time exceeds the median rank's, as the median over steps: 0.1 means
-    10% longer.
+    `excess` says for each rank by how much its time exceeds the median rank's, as the median over steps: 0.1 means 10%
+    longer.
     """
 
     ranks: Sequence[Range]

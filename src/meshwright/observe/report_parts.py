@@ -14,7 +14,7 @@ from meshwright.observe.runfolder import RunFolder, column, number
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import LayerStrategy, Plan
-from meshwright.spec.plan_name import zero_stage
+from meshwright.spec.plan_name import axis_with_term, divides_weights, plan_name, zero_stage
 
 MOST_RANKS_DRAWN = 128
 """Most ranks in the picture of a plan, rounded to whole nodes."""
@@ -192,9 +192,7 @@ def _peaks(run: RunFolder) -> tuple[float | None, float | None]:
 
 
 def _comparable_bytes(predicted: Sequence[tuple[str, float]], *, allocated: bool) -> float:
-    """Return the predicted bytes that can be compared with the measurement. torch does not count the framework's
-    memory.
-    """
+    """Return the predicted bytes that can be compared with the measurement. torch does not count the framework's memory."""
     return sum(size for part, size in predicted if not (allocated and part == "framework"))
 
 
@@ -216,6 +214,7 @@ def _bar(label: str, value: str, inside: str) -> str:
 
 
 def _predicted_parts(plan: Plan | None) -> list[tuple[str, float]]:
+    """Return (part, bytes) of the plan's predicted memory; one part "all" if only the peak is known."""
     if plan is None or plan.predicted is None:
         return []
     parts = [(part, number(size)) for part, size in plan.predicted.memory_bytes.items()]
@@ -239,20 +238,31 @@ def plan_picture(run: RunFolder) -> str:
     return plan_section(run.plan, int(per_node) if per_node and per_node >= 1 else None)
 
 
-def plan_section(plan: Plan, ranks_per_node: int | None, limit: int = MOST_RANKS_DRAWN) -> str:
+def plan_section(
+    plan: Plan,
+    ranks_per_node: int | None,
+    limit: int = MOST_RANKS_DRAWN,
+    facts: Sequence[tuple[str, str]] | None = None,
+) -> str:
     """Return a picture of the plan's ranks by node, and the plan's facts and reasons.
 
-    Ranks have the colour of their copy of the model. About `limit` ranks are drawn, rounded to whole nodes.
+    Ranks have the colour of their copy of the model. About `limit` ranks are drawn, rounded to whole nodes. Without
+    `ranks_per_node`, all ranks are on one node. `facts` are pairs (label, text); without them, batch, precision and
+    strategies are described from the plan alone.
     """
-    entries = [("Mesh", _mesh_text(plan)), ("Batch", _batch_text(plan)), ("Precision", _precision_text(plan))]
-    entries += _strategies(plan)[:MOST_ROWS]
-    entries.append(("Compiled", "each block, with torch.compile" if plan.compile else "no"))
+    entries = [("Layout", plan_name(plan)), ("Mesh", _mesh_text(plan))]
+    entries += _facts(plan) if facts is None else [(label.capitalize(), text) for label, text in facts]
     table = "".join(f"<tr>{_label_cell(label)}<td>{escape(text)}</td></tr>" for label, text in entries)
     reason_items = "".join(f"<li>{escape(str(reason))}</li>" for reason in plan.why[:MOST_ROWS])
     reasons = f'<h4>Why this plan</h4><ul class="why">{reason_items}</ul>' if reason_items else ""
     mesh = _mesh(plan, ranks_per_node or plan.ranks, limit)
     return f"""<section class="card plan" id="plan"><h2>Plan</h2><div class="pair"><div>{mesh}</div>
 <div><table class="facts"><tbody>{table}</tbody></table>{reasons}</div></div></section>"""
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    entries = [("Batch", _batch_text(plan)), ("Precision", _precision_text(plan)), *_strategies(plan)[:MOST_ROWS]]
+    return [*entries, ("Compiled", "each block, with torch.compile" if plan.compile else "no")]
 
 
 def _label_cell(label: str) -> str:
@@ -262,6 +272,7 @@ def _label_cell(label: str) -> str:
 
 
 def _mesh(plan: Plan, ranks_per_node: int, limit: int) -> str:
+    """Return the picture of the ranks by node, and its key."""
     layout = Layout.of(plan, ranks_per_node)
     drawn_ranks = min(plan.ranks, max(layout.ranks_per_node, limit // layout.ranks_per_node * layout.ranks_per_node))
     nodes = []
@@ -299,7 +310,7 @@ def _mesh_key(plan: Plan) -> str:
 
 def _mesh_text(plan: Plan) -> str:
     axes = " × ".join(
-        f"{axis.axis} {axis.size}" + (" (between nodes)" if axis.crosses == "node" else "")
+        axis_with_term(axis.axis, axis.size, "between nodes" if axis.crosses == "node" else "")
         for axis in plan.mesh
         if axis.size > 1
     )
@@ -324,14 +335,15 @@ def _strategies(plan: Plan) -> list[tuple[str, str]]:
     """Return (layers, strategy). Layer ranges with the same strategy share one entry."""
     ranges: dict[str, list[str]] = {}
     for strategy in plan.layers:
-        ranges.setdefault(_strategy_text(strategy), []).append(strategy.range)
+        ranges.setdefault(_strategy_text(strategy, gathered=divides_weights(plan)), []).append(strategy.range)
     return [
         ("All layers" if layer_ranges == ["all"] else f"Layers {', '.join(layer_ranges)}", text)
         for text, layer_ranges in ranges.items()
     ]
 
 
-def _strategy_text(strategy: LayerStrategy) -> str:
+def _strategy_text(strategy: LayerStrategy, *, gathered: bool) -> str:
+    """A strategy in words. Where no rank holds a part of the weights (not `gathered`), only copies for compute are freed."""
     weights = {
         1: "kept after forward, gradients kept whole (ZeRO-1)",
         2: "kept after forward (ZeRO-2)",
@@ -346,7 +358,9 @@ def _strategy_text(strategy: LayerStrategy) -> str:
     linear = f"; linear layers in {strategy.linear}" if strategy.linear else ""
     offloaded = {"none": "", "both": "activations and optimizer"}.get(strategy.offload, strategy.offload)
     host = f"; {offloaded} in host memory" if offloaded else ""
-    return f"parameters {weights}; {recompute.get(strategy.recompute, strategy.recompute)}{host}{linear}"
+    freed = "copies for compute freed after forward; " if strategy.reshard else ""
+    kept = f"parameters {weights}; " if gathered else freed
+    return f"{kept}{recompute.get(strategy.recompute, strategy.recompute)}{host}{linear}"
 
 
 def samples(run: RunFolder) -> str:

@@ -1,6 +1,4 @@
-"""The report's picture of a pipeline: a measured step above the predicted one, one row for each stage, on one time
-scale.
-"""
+"""The report's picture of a pipeline: a measured step above the predicted one, one row for each stage, on one time scale."""
 
 from __future__ import annotations
 

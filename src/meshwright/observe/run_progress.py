@@ -1,7 +1,7 @@
 """Shows the progress of a run on stdout: plain lines and, on a terminal, a live display below them.
 
-Unknown figures are left out: for an unknown chip no MFU is shown, rather than a wrong one. If the terminal closes,
-the display ends and the run continues. Warnings and errors go to stderr.
+Unknown figures are left out: for an unknown chip no MFU is shown, rather than a wrong one. If the terminal closes, the
+display ends and the run continues. Warnings and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ RARER_LINES = (
 class RunProgress:
     """Shows step lines as they arrive (`observe.metrics.STEP_KEYS`). It is also a context manager.
 
-    `start_step` is the number of steps that are already done. `samples_before(n)` gives the samples of the first n
-    steps; by default each step has one. `stream` and `clock` are for tests, and default to stdout and the monotonic
-    clock. `began` is the time on that clock at which the command began; by default it is now.
+    `total_steps` is the number of steps of the run, and `start_step` the number of steps that are already done. `ranks`
+    is the number of ranks, for the throughput of each. `samples_before(n)` gives the samples of the first n steps; by
+    default each step has one. `show_mfu`: whether MFU is shown. `title` is shown before the progress bar. `stream` and
+    `clock` are for tests, and default to stdout and the monotonic clock. `began` is the time on that clock at which the
+    command began; by default it is now.
     """
 
     def __init__(
@@ -77,10 +79,7 @@ class RunProgress:
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._step_printed = start_step
         self._dropped = 0
-        """How many of `DROPPED_FIRST` step lines leave out.
-
-        It never decreases, so that later lines have the same figures.
-        """
+        """How many of `DROPPED_FIRST` step lines leave out. It never decreases, so that later lines have the same figures."""
         self._validation: tuple[int, float | None] | None = None
         """Step and loss of the last validation; None before the first."""
         self._record: Mapping[str, Any] = {}
@@ -148,8 +147,9 @@ class RunProgress:
             self.note(RARER_LINES)
 
     def _line_is_due(self) -> bool:
-        """Whether to print a line: for the first steps and the last one, otherwise every 2 to 30 s, more rarely the
-        longer the run.
+        """Whether to print a line: for the first steps and the last one, otherwise every 2 to 30 s.
+
+        The time between lines is 1/100 of the run's time so far: after 10 minutes, a line is printed every 6 s.
         """
         if self._lines_printed < FIRST_LINES or self._step >= self._total:
             return True
@@ -200,10 +200,7 @@ class RunProgress:
         return grid
 
     def _state(self, seconds_left: float | None) -> str:
-        """Return the last word of the progress bar.
-
-        After the last step, a run is still "finishing": it validates and saves.
-        """
+        """Return the last word of the progress bar. After the last step, a run is still "finishing": it validates and saves."""
         if self._step >= self._total:
             return "finishing"
         return "starting" if seconds_left is None else f"{number_text.clock(seconds_left)} left"

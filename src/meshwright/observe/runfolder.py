@@ -82,7 +82,9 @@ def read_run(folder: Path) -> RunFolder:
     notes: list[str] = []
     records = _metrics(folder / "metrics.jsonl", notes)
     config = _yaml(folder / "config.yaml", notes)
-    samples = _json(folder / "samples.json", notes, list) or []
+    # Only some commands write samples: a run without them lacks nothing.
+    sampled = (folder / "samples.json").exists()
+    samples = (_json(folder / "samples.json", notes, list) or []) if sampled else []
     return RunFolder(
         path=folder,
         steps=tuple(record for record in records if record.get("kind", "step") == "step"),

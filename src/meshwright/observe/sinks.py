@@ -40,8 +40,8 @@ class Sink(Protocol):
 class SinkThread:
     """Passes records to sinks in a background thread.
 
-    `dropped` counts the records that were lost because the queue was full. `warn` receives warnings. `capacity` is
-    the length of the queue.
+    `dropped` counts the records that were lost because the queue was full. `warn` receives warnings. `capacity` is the
+    length of the queue.
     """
 
     def __init__(self, sinks: Sequence[Sink], warn: Callable[[str], None], capacity: int = 1000) -> None:
@@ -101,8 +101,8 @@ def open_sinks(
 ) -> SinkThread:
     """Open the sinks of a run, and serve them in the background.
 
-    `folder` is the run's folder, whose name is the run's name. `config` is the resolved configuration. `resume_from`
-    is the step after which the run continues. Raises BadInput if a package is missing.
+    `folder` is the run's folder, whose name is the run's name. `config` is the resolved configuration. `resume_from` is
+    the step after which the run continues. Raises BadInput if a package is missing.
     """
     check_sinks(spec)
     sinks: list[Sink] = []
@@ -125,8 +125,8 @@ def check_sinks(spec: ObserveSpec) -> None:
 class TensorBoardSink:
     """Writes TensorBoard's event files in `folder`.
 
-    On a resume, TensorBoard hides records of earlier attempts after step `resume_from`. The keys of `config` are
-    shown as hyperparameters on the page HPARAMS, with `HPARAM_METRICS`.
+    On a resume, TensorBoard hides records of earlier attempts after step `resume_from`. The keys of `config` are shown
+    as hyperparameters on the page HPARAMS, with `HPARAM_METRICS`.
     """
 
     name = "TensorBoard"
@@ -188,10 +188,7 @@ class WandbSink:
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """Yield (`kind/key`, value) for each number of a line.
-
-    Nested keys are joined with `/`. `step` and texts are left out.
-    """
+    """Yield (`kind/key`, value) for each number of a line. Nested keys are joined with `/`. `step` and texts are left out."""
     section = {"step": "train"}.get(record.get("kind", "step"), record.get("kind"))
     for key, value in record.items():
         entries = value.items() if isinstance(value, Mapping) else [("", value)]
@@ -202,10 +199,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def hyperparameters(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | str | bool]]:
-    """Yield (dotted key, value) for each key of a configuration with a number, text or boolean.
-
-    Other keys are left out.
-    """
+    """Yield (dotted key, value) for each key of a configuration with a number, text or boolean. Other keys are left out."""
     for key, value in config.items():
         name = f"{prefix}{key}"
         if not prefix and key not in HPARAM_SECTIONS:

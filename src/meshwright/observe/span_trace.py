@@ -27,8 +27,9 @@ LANES = {
 
 
 def write_span_trace(folder: Path, file: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Write the spans of the newest start of a run into `file`. Return the trace's figures, which the file has as
-    `otherData`.
+    """Write the spans of the newest start of a run into `file`.
+
+    Return the trace's figures, which the file has as `otherData`.
 
     `steps` (first, last) limits the trace to these steps. Raises BadInput if the run has no spans, or none of these
     steps.

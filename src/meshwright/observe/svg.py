@@ -1,8 +1,8 @@
 """Draws line, point and stacked charts as inline SVG, and lists their numbers for the page's script.
 
-A drawing is stretched to the width of the page: x runs from 0 to 1000, y is in CSS pixels, and lines keep their
-width. Axis labels are HTML at positions in percent, so text is never stretched. When the reader selects another x
-axis, the page's script (template/report.js) moves the points.
+A drawing is stretched to the width of the page: x runs from 0 to 1000, y is in CSS pixels, and lines keep their width.
+Axis labels are HTML at positions in percent, so text is never stretched. When the reader selects another x axis, the
+page's script (template/report.js) moves the points.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ class Axis:
     ticks: tuple[tuple[float, str], ...]
 
     def position(self, value: float) -> float:
-        """Return the relative position of `value`, from 0 to 1.
-
-        A value outside of the limits is put at the nearer limit.
-        """
+        """Return the relative position of `value`, from 0 to 1. A value outside of the limits is put at the nearer limit."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
 
@@ -80,8 +77,8 @@ class Series:
 class Chart:
     """A plot with a title and one y axis.
 
-    Columns are stacked in the order of the series. `reference` is (label, level) of a horizontal line. `from_zero`:
-    the y axis includes 0. `height` is in pixels.
+    Columns are stacked in the order of the series. `reference` is (label, level) of a horizontal line. `from_zero`: the
+    y axis includes 0. `height` is in pixels.
     """
 
     key: str
@@ -162,6 +159,7 @@ def _unit(chart: Chart) -> str:
 
 
 def _curves(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
+    """Return the SVG paths of all series. Columns are stacked on the columns of the series before."""
     paths = []
     base: list[float] = []
     for index, series in enumerate(chart.series):
@@ -209,6 +207,7 @@ def _columns(edges: Sequence[float], bases: Sequence[float], tops: Sequence[floa
 
 
 def _legend(chart: Chart) -> str:
+    """Return the legend: each series with its last value, or with its own text."""
     items = []
     for index, series in enumerate(chart.series):
         newest = (
@@ -224,6 +223,7 @@ def _legend(chart: Chart) -> str:
 
 
 def _level_labels(chart: Chart, levels: Sequence[float]) -> list[str]:
+    """Return the labels of the y axis's levels, in the chart's format."""
     if chart.format == "percent":
         return [f"{text}%" for text in tick_labels([100 * level for level in levels])]
     if chart.format == "seconds":

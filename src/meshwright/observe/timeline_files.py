@@ -1,6 +1,4 @@
-"""Makes the timeline files of a job: recordings of all ranks on one clock, a trace with the predicted step, and a
-summary.
-"""
+"""Makes the timeline files of a job: recordings of all ranks on one clock, a trace with the predicted step, and a summary."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from meshwright.simulator.timeline import Timeline
 from meshwright.spec.layout import Layout
 
 ALIGNED = "clocks aligned"
-"""Name of a mark that every rank sets right after an all-reduce over all ranks, which is nearly the same moment on
-all ranks.
+"""Name of a mark that every rank sets right after an all-reduce over all ranks, which is nearly the same moment on all
+ranks.
 """
 UNSCHEDULED_LANES = ("step", "mark", "offload", "fetch")
 """Lanes without actions of the schedule: waits for data, marks, and copies to and from host memory."""
@@ -34,10 +32,7 @@ class Recording:
 
     @classmethod
     def of(cls, recorded: Iterable[StepSpans]) -> Recording:
-        """Return the recording of what `StepRecorder.take` returned.
-
-        Of spans between steps (step 0), only marks are kept.
-        """
+        """Return the recording of what `StepRecorder.take` returned. Of spans between steps (step 0), only marks are kept."""
         recorded = tuple(recorded)
         marks = (span.start for step in recorded for span in step.spans if span.lane == "mark" and span.name == ALIGNED)
         return cls(tuple(step for step in recorded if step.step > 0), tuple(marks))
@@ -67,9 +62,9 @@ def on_one_clock(recordings: Sequence[Recording]) -> tuple[list[Recording], floa
     """Return (recordings on rank 0's clock, with its first mark at 0; largest remaining difference between marks in
     seconds).
 
-    `recordings` has one entry for each rank. Each rank's clock is shifted, never stretched, so that its marks fit
-    best. The remaining difference has two causes: an all-reduce ends at slightly different times on the ranks, and
-    clocks drift.
+    `recordings` has one entry for each rank. Each rank's clock is shifted, never stretched, so that its marks fit best.
+    The remaining difference has two causes: an all-reduce ends at slightly different times on the ranks, and clocks
+    drift.
     """
     first_marks = recordings[0].marks
     from_first_mark = [recording.shifted(-recording.marks[0]) for recording in recordings]
@@ -98,10 +93,7 @@ class RecordedSteps:
 
     @classmethod
     def of(cls, schedule: Schedule, layout: Layout, recordings: Sequence[Recording]) -> RecordedSteps:
-        """Make the timelines from the recordings of all ranks.
-
-        Raises ValueError if a rank did not follow the schedule.
-        """
+        """Make the timelines from the recordings of all ranks. Raises ValueError if a rank did not follow the schedule."""
         aligned, error = on_one_clock(recordings)
         numbers = tuple(step.step for step in aligned[0].steps)
         timelines = tuple(
@@ -148,7 +140,10 @@ def trace_names(layout: Layout, *, predicted: bool) -> dict[int, str]:
 
 
 def summary(measured: RecordedSteps, predicted: Timeline | None, not_predicted_because: str | None) -> dict[str, Any]:
-    """Return the figures of the recorded steps: means over steps and pipeline groups, in seconds per step."""
+    """Return the figures of the recorded steps: means over steps and pipeline groups, in seconds per step.
+
+    `predicted` is the simulated step; if there is none, `not_predicted_because` says why.
+    """
     by_step = [_mean_figures([figures(timeline) for timeline, _ in timelines]) for timelines in measured.timelines]
     all_timelines = [timeline for timelines in measured.timelines for timeline, _ in timelines]
     by_rank = zip(*(timeline.compute_seconds for timeline in all_timelines), strict=True)

@@ -1,7 +1,4 @@
-"""Draws timelines of a step as inline SVG.
-
-Each pipeline rank has a lane for compute, and below it a lane for transfers.
-"""
+"""Draws timelines of a step as inline SVG. Each pipeline rank has a lane for compute, and below it a lane for transfers."""
 
 from __future__ import annotations
 
@@ -16,18 +13,19 @@ from meshwright.schedules.action import COMPUTE
 from meshwright.simulator.timeline import Timeline
 
 WIDTH = 1000
+"""Width of a drawing in units of its view box."""
 LANE_HEIGHT = 20
+"""Pixels of the height of the lane for compute."""
 TRANSFER_HEIGHT = 7
+"""Pixels of the height of the lane for transfers."""
 GAP = 9
-"""`WIDTH` is in units of the view box. The others are pixels: heights of both lanes, and the gap between ranks."""
+"""Pixels between two ranks."""
 PITCH = LANE_HEIGHT + TRANSFER_HEIGHT + GAP
 """Pixels from the top of one rank to the top of the next."""
 RANKS_DRAWN = 16
 """Most ranks in a drawing."""
 SEAM = 1.0
-"""Neighbouring blocks of one colour are joined if the gap between them is below a quarter of this, in units of the
-width.
-"""
+"""Neighbouring blocks of one colour are joined if the gap between them is below a quarter of this, in units of the width."""
 COLOURS = {
     "forward": "k0",
     "forward_only": "k0",
@@ -83,10 +81,7 @@ def timeline_blocks(timeline: Timeline) -> list[TimelineBlock]:
 
 
 def draw_timeline(timeline: Timeline, title: str, note: str = "") -> str:
-    """Return the timeline as an HTML figure in the report's style.
-
-    Of many ranks, only the first and the last are drawn.
-    """
+    """Return the timeline as an HTML figure in the report's style. Of many ranks, only the first and the last are drawn."""
     end = max(record[4] for record in timeline.records)
     frame = _frame(timeline_blocks(timeline), timeline.schedule.ranks, end, title, "rank")
     used = {COLOURS[record[2].op] for record in timeline.records if record[2].op in COLOURS}

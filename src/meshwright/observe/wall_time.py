@@ -1,5 +1,4 @@
-"""wall_time.jsonl: when steps, starts, saves, validations and rollbacks of a run ended. `observe.goodput` adds them
-up.
+"""wall_time.jsonl: when steps, starts, saves, validations and rollbacks of a run ended. `observe.goodput` adds them up.
 
 Rank 0 appends lines and never removes any. So the file also has steps that a failure or a rollback has undone, while
 metrics.jsonl loses those lines. Every line has `kind`, `step`, and `time`, the Unix time in seconds at which it was
@@ -58,6 +57,7 @@ class WallTimeWriter:
         self._append("end", step, {})
 
     def _append(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write a line, after the lines that could not be written before. If the disk rejects it, keep it in memory."""
         failed = bool(self._unwritten)
         line = json.dumps({"time": round(self._clock(), 6), "kind": event, "step": step, **values})
         self._unwritten.append(f"{line}\n".encode())

@@ -68,7 +68,10 @@ class ChunkMemory:
         self.host_records = self.allocate(self.host_bytes, "the optimizer")
 
     def allocate(self, size: int, purpose: str, *, in_parts: bool = False) -> Tensor:
-        """Return `size` zero bytes in host memory, which are pinned if the device is a GPU."""
+        """Return `size` zero bytes in host memory, which are pinned if the device is a GPU.
+
+        `purpose` is named in the error if memory is short. `in_parts` as in `allocate_pinned`.
+        """
         if self._device.type != "cuda":
             return torch.zeros(size, dtype=torch.uint8)
         return allocate_pinned(self._owner, size, purpose, in_parts=in_parts)

@@ -74,7 +74,7 @@ class _PendingUpdate:
 
     gradients: dict[str, Tensor]
     table: StepTable | None
-    """None if the step has no gradients."""
+    """Learning rates and counters of the step's parameters; None if the step has no gradients."""
     span: SpanFactory | None
     copies: SnapshotCopies | None
     results: Tensor
@@ -146,8 +146,15 @@ class HostAdamW:
         )
         self._handle = self._memory.handle(like.dtype)
         self._second: SecondBuffers | None = None
-        self._starts = {s.name: entry.start + s.offset for entry in self._chunks for s in entry.segments if not s.first}
-        self._last_chunk = {s.name: number for number, entry in enumerate(self._chunks) for s in entry.segments}
+        self._starts: dict[str, int] = {}
+        """Maps a parameter to the position of its first element among the elements of all chunks."""
+        self._last_chunk: dict[str, int] = {}
+        """Maps a parameter to the number of the last chunk that has elements of it."""
+        for number, planned in enumerate(self._chunks):
+            for segment in planned.segments:
+                self._last_chunk[segment.name] = number
+                if not segment.first:
+                    self._starts[segment.name] = planned.start + segment.offset
         self._names_by_start = sorted((start, name) for name, start in self._starts.items())
         self._counts = {name: new_count(self._device) for name in parts}
         self._resident: dict[str, Tensor] = {}

@@ -43,20 +43,27 @@ class MatrixPiece:
 
 
 def matrices_of(parameter: ParameterSpec) -> tuple[Box, ...]:
-    """Return the matrices of a parameter, as boxes of the parameter. A vector is one box."""
-    leading, rows = (parameter.shape[:1], parameter.shape[1]) if parameter.expert else ((), parameter.shape[0])
+    """Return the matrices of a parameter, as boxes of the parameter. A vector is one box.
+
+    A fused weight consists of several matrices, one after the other in its rows. Weights of experts are `(experts, rows, columns)`, and
+    each expert has matrices of its own; other weights are `(rows, columns)`, and vectors `(rows,)`.
+    """
     if parameter.expert:
+        experts, rows, *columns = parameter.shape
         fused = "gate_up" in parameter.name
         sizes: Sequence[int] = (rows // 2, rows // 2) if fused else (rows,)
+        expert_indices: list[tuple[int, ...]] = [(expert,) for expert in range(experts)]
     else:
+        rows, *columns = parameter.shape
         sizes = [size for _, size in parameter.blocks] or (rows,)
-    columns = parameter.shape[len(leading) + 1 :]
-    bounds = list(pairwise(accumulate(sizes, initial=0)))
-    return tuple(
-        Box((*index, start, *(0 for _ in columns)), (*(1 for _ in index), stop - start, *columns))
-        for index in ([(expert,) for expert in range(leading[0])] if leading else [()])
-        for start, stop in bounds
-    )
+        expert_indices = [()]
+    row_bounds = list(pairwise(accumulate(sizes, initial=0)))
+    matrices = []
+    for index in expert_indices:
+        for start, stop in row_bounds:
+            offsets = (*index, start, *(0 for _ in columns))
+            matrices.append(Box(offsets, (*(1 for _ in index), stop - start, *columns)))
+    return tuple(matrices)
 
 
 def pieces_of(matrices: Sequence[Box], boxes: Sequence[Box]) -> Iterator[MatrixPiece]:

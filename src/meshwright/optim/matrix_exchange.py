@@ -29,6 +29,11 @@ class LocatedPiece:
     piece: MatrixPiece
 
 
+def _primary(pieces: Sequence[LocatedPiece]) -> list[LocatedPiece]:
+    """Return the pieces that count once: of equal pieces on several ranks, only the first rank's is primary."""
+    return [piece for piece in pieces if piece.piece.primary]
+
+
 def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
     """Return the owner of each matrix, given the cost of each.
 
@@ -45,7 +50,10 @@ def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
 
 
 class MatrixExchange:
-    """Exchanges the matrices of some `parameters`, of which ranks have pieces. `loads` as in `assign_owners`."""
+    """Exchanges the matrices of a bundle: of some `parameters`, of which ranks have pieces.
+
+    `loads` is the work that each rank has by the bundles before; the work of this bundle is added to it.
+    """
 
     def __init__(self, parameters: Sequence[ParameterSpec], ranks: SharedRanks, loads: list[float]) -> None:
         self._ranks = ranks
@@ -62,12 +70,10 @@ class MatrixExchange:
         own = pieces[ranks.index]
         # By rank, the pieces that this rank exchanges with it. On the way to the owners (`_sent`, `_collected`) only primary
         # pieces are sent; on the way back (`_returned`, `_kept`) all pieces.
-        self._sent = [[p for p in own if owners[p.matrix] == rank and p.piece.primary] for rank in range(len(loads))]
-        self._collected = [
-            [p for p in there if owners[p.matrix] == ranks.index and p.piece.primary] for there in pieces
-        ]
-        self._returned = [[p for p in there if owners[p.matrix] == ranks.index] for there in pieces]
-        self._kept = [[p for p in own if owners[p.matrix] == rank] for rank in range(len(loads))]
+        self._kept = [[piece for piece in own if owners[piece.matrix] == rank] for rank in range(len(loads))]
+        self._sent = [_primary(pieces_for_rank) for pieces_for_rank in self._kept]
+        self._returned = [[piece for piece in of_rank if owners[piece.matrix] == ranks.index] for of_rank in pieces]
+        self._collected = [_primary(pieces_of_rank) for pieces_of_rank in self._returned]
 
     def apply(
         self, parts: dict[str, Tensor], function: Callable[[list[Tensor]], list[Tensor]], dtype: torch.dtype

@@ -216,18 +216,15 @@ class Optimizer:
     def state(self) -> list[StateParts]:
         """Return this rank's pieces of all master weights, state tensors and averages after the last update, to be read or overwritten."""
         self.complete_updates()
-        averages = self._ema.tensors if self._ema is not None else {}
+        parts = [self._weight(name) for name in self._weights]
+        # State by state, for example the first moments of all parameters before the second moments.
         states = dict.fromkeys(state for names in self._state_names.values() for state in names)
-        return [
-            *(self._weight(name) for name in self._weights),
-            *(
-                self._state(state, name)
-                for state in states
-                for name in self._weights
-                if state in self._state_names[name]
-            ),
-            *(replace(self._weights[name], name=average_name(name), local=local) for name, local in averages.items()),
-        ]
+        for state in states:
+            parts += [self._state(state, name) for name in self._weights if state in self._state_names[name]]
+        averages = self._ema.tensors if self._ema is not None else {}
+        for name, average in averages.items():
+            parts.append(replace(self._weights[name], name=average_name(name), local=average))
+        return parts
 
     def _weight(self, name: str) -> StateParts:
         weight = self._weights[name]

@@ -46,7 +46,10 @@ def update_record(
 
     - `weights` `(count,)`: the bf16 values of the master weights if the record has their remainders, else fp32 weights.
     - `position`: position of the segment's first element among all elements of the optimizer.
-    - `rates` `(2, parameters)`: as in `fused.corrected_rates`; `seeds` `(parameters,)`; `index` selects the parameter in both.
+    - `rates` `(2, parameters)`: the learning rate divided by the first bias correction, and the inverse root of the second
+      (`fused.corrected_rates`).
+    - `seeds` `(parameters,)`: seeds of the rounding.
+    - `index`: which parameter of `rates` and `seeds` is updated.
     """
     first = fields[MOMENTS[0]]
     second = fields[MOMENTS[1]]

@@ -15,7 +15,10 @@ from meshwright.spec.optimizers import MOMENTUM
 def momentum_updates(
     momenta: list[Tensor], gradients: list[Tensor], beta: float, inputs: UpdateInputs, *, nesterov: bool
 ) -> list[Tensor]:
-    """Decay the momenta by `beta` and add the gradients to them. Returns the updates, which use the memory of the gradients."""
+    """Decay the momenta by `beta` and add the gradients to them. Returns the updates, which use the memory of the gradients.
+
+    An update is the new momentum m; with `nesterov` it is g + beta · m, where g is the gradient.
+    """
     torch._foreach_mul_(momenta, unless_skipped(beta, 1.0, inputs, momenta[0].dtype))
     torch._foreach_add_(momenta, gradients)
     if nesterov:

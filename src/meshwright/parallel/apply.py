@@ -107,7 +107,7 @@ def build_engine(
     *,
     loss_chunk: int,
     seed: int,
-    plain: bool = False,
+    reference: bool = False,
     balance_loss: float = 0.0,
     balance_bias: float = 0.0,
     prediction_loss: float = 0.0,
@@ -119,7 +119,7 @@ def build_engine(
     """Build this rank's part of a decoder with its initial values, ready to train. Collective over all ranks of the job.
 
     - `loss_chunk`: number of tokens whose logits are in memory at a time.
-    - `plain`: use PyTorch operations instead of our kernels; the reference of the equality tests.
+    - `reference`: use PyTorch operations instead of our kernels; the reference of the equality tests.
     - `balance_loss`, `z_loss`, `router_z_loss`, `prediction_loss`: weights of losses that are added to the cross-entropy (`TrainSpec`).
     - `balance_bias`: by how much a step moves the bias of an expert.
     - `recomputes`: False makes blocks save what autograd saves, whatever the plan's recompute mode is, because the caller recomputes them
@@ -132,7 +132,7 @@ def build_engine(
     table = stage_table(plan.schedule, mesh.axis_size("pipeline"), spec.layers)
     training = training_schedule(plan, spec.layers)
     with torch.device("meta"):
-        model = Decoder(spec, loss_chunk=loss_chunk, plain=plain, z_loss=z_loss)
+        model = Decoder(spec, loss_chunk=loss_chunk, reference=reference, z_loss=z_loss)
     if plan.precision.compute == "fp64":
         model.to(torch.float64)
     remove_other_modules(model, rank_parameters(spec, table, pipeline_rank))

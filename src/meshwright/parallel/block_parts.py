@@ -48,12 +48,13 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockParts:
-    """The three functions of a block, wrapped for the plan's compilation and recompute, and the exchange between them.
+    """The three functions of a block with experts, wrapped for the plan's compilation and recompute, and the exchange between them.
 
     - `route`: maps the block's inputs to `Routed`.
     - `compute`: maps received rows and their counts by rank and expert to outputs.
     - `combine`: maps `Routed.x`, `Routed.normed`, the returned rows, the weights and the two orders to the block's output.
-    - `local`: as in `TokenExchange`.
+    - `exchange`: sends rows to the ranks of their experts, and sends outputs back.
+    - `local`: a tensor `(1,)` on the host. If it is not 0, all rows of all ranks are for experts of their own rank, and nothing is sent.
     """
 
     route: Callable[..., Routed]
@@ -120,7 +121,7 @@ def _combine(
     sent_order: ExpertOrder | None,
 ) -> Tensor:
     rows = _experts_of(block).weighted(returned, sent_order, weights)
-    return x + block.added_output(block.moe.combine(rows, order, normed))
+    return x + block.mlp_branch_output(block.moe.combine(rows, order, normed))
 
 
 def _experts_of(block: Block) -> DistributedExperts:

@@ -135,11 +135,13 @@ def matchings(pairs: Sequence[Pair], ranks: int) -> list[list[Pair]]:
     by_distance: dict[int, list[list[Pair]]] = {}
     for pair in sorted(set(pairs)):
         lists = by_distance.setdefault((pair[1] - pair[0]) % ranks, [])
-        matching = next((pairs for pairs in lists if not {*pair} & {rank for other in pairs for rank in other}), None)
-        if matching is None:
-            lists.append([pair])
+        for matching in lists:
+            ranks_of_matching = {rank for other in matching for rank in other}
+            if ranks_of_matching.isdisjoint(pair):
+                matching.append(pair)
+                break
         else:
-            matching.append(pair)
+            lists.append([pair])
     return [matching for distance in sorted(by_distance) for matching in by_distance[distance]]
 
 

@@ -158,7 +158,7 @@ class SplitAttention:
         mask: AttentionMask | None = None,
         *,
         sinks: Tensor | None = None,
-        plain: bool = False,
+        reference: bool = False,
     ) -> Tensor:
         """Return the attention output of this rank's tokens, shaped like q `(batch, seq / ranks, heads, head_dim)`.
 
@@ -166,32 +166,34 @@ class SplitAttention:
         tensor. If values are narrower than keys, they are therefore padded to the width of keys, and the padding is cut off the result.
         """
         if (width := v.shape[-1]) < k.shape[-1]:
-            return self(q, k, F.pad(v, (0, k.shape[-1] - width)), mask, sinks=sinks, plain=plain)[..., :width]
+            return self(q, k, F.pad(v, (0, k.shape[-1] - width)), mask, sinks=sinks, reference=reference)[..., :width]
         if self.ulysses is None:
-            return self._over_ring(q, k, v, mask, sinks, plain)
+            return self._over_ring(q, k, v, mask, sinks, reference)
         group = self.ulysses.group
         ranks = self.ulysses.part.count
-        widths = [q.shape[2] // ranks, *[-(-k.shape[2] // ranks)] * 2]
+        kv_heads_per_rank = -(-k.shape[2] // ranks)
+        widths = [q.shape[2] // ranks, kv_heads_per_rank, kv_heads_per_rank]
         # With fewer key/value heads than ranks, neighbouring ranks get the same head. One all-to-all sends q, k and v.
         k, v = (heads.repeat_interleave(max(1, ranks // k.shape[2]), dim=2) for heads in (k, v))
         joined = torch.cat([heads.unflatten(2, (ranks, -1)) for heads in (q, k, v)], dim=3).flatten(2, 3)
         q, k, v = scatter_heads(joined, group, ranks).split(widths, dim=2)
-        if sinks is not None:  # of the heads that this rank has now
+        if sinks is not None:
+            # After the all-to-all this rank computes a part of the heads, and needs their sinks only.
             sinks = sinks.chunk(ranks)[self.ulysses.part.index]
-        return gather_heads(self._over_ring(q, k, v, mask, sinks, plain), group, ranks)
+        return gather_heads(self._over_ring(q, k, v, mask, sinks, reference), group, ranks)
 
     def _over_ring(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, sinks: Tensor | None, plain: bool
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, sinks: Tensor | None, reference: bool
     ) -> Tensor:
         if self.ring is None:
-            return attention(q, k, v, mask, sinks=sinks, plain=plain)
+            return attention(q, k, v, mask, sinks=sinks, reference=reference)
         group = self.ring.group
         part = self.ring.part
         if mask is None:
-            return ring_attention(q, k, v, group, part.index, part.count, sinks=sinks, plain=plain)
+            return ring_attention(q, k, v, group, part.index, part.count, sinks=sinks, reference=reference)
 
         def over_all_keys(q: Tensor, joined: Tensor, sinks: Tensor | None) -> Tensor:
             k, v = gather_sequence(joined, group, part.count).chunk(2, dim=2)
-            return attention(q, k, v, mask, sinks=sinks, plain=plain)
+            return attention(q, k, v, mask, sinks=sinks, reference=reference)
 
         return with_recompute(over_all_keys, self.regather)(q, torch.cat((k, v), dim=2), sinks)

@@ -119,7 +119,10 @@ class CopiedParameterGroup:
         return sum(weight.memory.nbytes for weight in self.parameters)
 
     def gather(self, span: Span | None = None) -> None:
-        """Start to gather the weights of present experts, unless they are gathered. `span` as in `ParameterGroup.gather`."""
+        """Start to gather the weights of present experts, unless they are gathered.
+
+        `span` is a profiler span: a context manager that is entered on the communication stream for the time of the collectives.
+        """
         if self._is_gathered:
             return
         self._is_gathered = True
@@ -159,7 +162,7 @@ class CopiedParameterGroup:
         self._is_gathered = False
 
     def reduce_scatter(self, span: Span | None = None) -> None:
-        """Start to add the gradients of copies to their owners' gradients and to reduce the sums. `span` as in `ParameterGroup.gather`."""
+        """Start to add the gradients of copies to their owners' gradients and to reduce the sums. `span` as in `gather`."""
         pairs = [(weight, weight.take_gradient()) for weight in self.parameters]
         gradients = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
         with _on_stream(self._reductions), span or nullcontext():

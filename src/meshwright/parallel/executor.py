@@ -256,6 +256,7 @@ class _Step:
         return self.loss
 
     def run_parts(self, action: Action, *, skip_accumulate: bool) -> None:
+        """Run an action of one or two micro-batches. `skip_accumulate` as in `GradientAccumulator`: no later backward adds gradients."""
         if action.paired and (parts := self.unit(action).parts) is not None:
             self.run_paired(action, self.unit(action), parts)
             return
@@ -279,6 +280,7 @@ class _Step:
             self.paired.forward(visits, [PairedBlock(parts, router_loss, choose) for choose in chooses], shared)
 
     def run_action(self, action: Action, *, skip_accumulate: bool) -> None:
+        """Run an action of one micro-batch; afterwards add its weight gradients to the unit's sums unless `skip_accumulate`."""
         if not self.makes_weight_gradients(action):
             _RUN[action.op](self, action)
             return

@@ -95,7 +95,7 @@ class DistributedExperts(Experts):
         self.activation = whole.activation
         self.gated = whole.gated
         self.biased = whole.biased
-        self.plain = whole.plain
+        self.reference = whole.reference
         self.exchange = exchange
         self.adapter = whole.adapter
         for name, weight in whole.named_parameters(recurse=False):
@@ -147,13 +147,20 @@ class CopiedExperts(DistributedExperts):
         self.stacked[0].fp8 = self.fp8
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
-        """As `DistributedExperts.forward`. If all experts are present in every step, nothing is sent and `weights` scale activations."""
+        """Compute what `DistributedExperts.forward` computes.
+
+        If all experts are present on every rank in every step, nothing is sent. The `weights` then multiply activations inside the experts,
+        not their outputs.
+        """
         if self.present.always_all:
             return self.stacked[0].forward(sorted_rows, order, weights)
         return super().forward(sorted_rows, order, weights)
 
     def rows_to_send(self, sorted_rows: Tensor, order: ExpertOrder) -> tuple[Tensor, Tensor, ExpertOrder | None]:
-        """As `DistributedExperts.rows_to_send`, with slots in place of experts: the counts have the shape `(ranks · slots,)`."""
+        """Return what `DistributedExperts.rows_to_send` returns, with slots in place of experts.
+
+        A slot is the place of one expert in the memory of a rank. The counts have the shape `(ranks · slots,)`.
+        """
         load = order.offsets.diff(prepend=order.offsets.new_zeros(1)).long()
         sent_order, sent_loads = _order_by_slot(self.present, load, sorted_rows.shape[0])
         return to_groups(sorted_rows, sent_order), sent_loads, sent_order
@@ -272,7 +279,7 @@ class RowsOnTheWay(NamedTuple):
     sent: Tensor
     received: Tensor
     work: Any = None
-    """None after a synchronous call, which already made the compute stream wait."""
+    """The running exchange. None after a synchronous call, which already made the compute stream wait."""
 
     def wait(self) -> Tensor:
         """Make the compute stream wait for the received rows and return them."""
@@ -284,7 +291,7 @@ class RowsOnTheWay(NamedTuple):
 def start_exchange(
     sent: Tensor, splits: Tensor, count: int | None, back: bool, group: str, *, asynchronous: bool = False
 ) -> RowsOnTheWay:
-    """Start `exchange_rows`. With `asynchronous` it overlaps with compute until `wait`. Not differentiable."""
+    """Start `exchange_rows`, whose arguments it has. With `asynchronous` it overlaps with compute until `wait`. Not differentiable."""
     sent_counts, received_counts = splits.flip(0).tolist() if back else splits.tolist()
     if sent_counts[0] < 0:
         return RowsOnTheWay(sent, sent.clone())

@@ -25,7 +25,10 @@ SpanOf = Callable[[str, str], AbstractContextManager[None] | None]
 
 
 class GradientOffload:
-    """Moves the gradient sums of a step's units. `additions` has, for each compute of the step, the units whose gradients it adds to."""
+    """Moves the gradient sums of a step's FSDP units between device and host memory.
+
+    The step consists of compute actions, in order; they are counted from 0. `additions[i]` has the units to whose gradients action i adds.
+    """
 
     def __init__(self, memory: HostMemory, additions: Sequence[Sequence[ShardedUnit]], span_of: SpanOf) -> None:
         self._memory = memory
@@ -34,12 +37,18 @@ class GradientOffload:
         self._position = -1
         self._on_host: dict[ShardedUnit, list[tuple[torch.UntypedStorage, Tensor]]] = {}
         self._fetches: dict[ShardedUnit, Any] = {}
-        """For each unit that is copied back, the event that compute must wait for before it adds to the gradients (None on a CPU)."""
+        """The units that are copied back to the device. The value is the event at the end of the copy, for which compute must wait before
+        it adds to the gradients; None on a CPU."""
         self._sends: dict[ShardedUnit, tuple[int, Any]] = {}
-        """For each unit that is not freed yet: the position of the compute after which its copy began, and the event at the copy's end."""
+        """The units whose copies to the host have begun and whose device memory is not freed yet. The value is the number of the compute
+        action after which the copy began, and the event at the end of the copy."""
 
     def begin_compute(self) -> None:
-        """Free the sums whose copies began before the previous compute; copy back the sums that this or the next compute adds to."""
+        """Call this before each compute action.
+
+        It frees the device memory of sums whose copies to the host began before the previous action. It starts to copy back the sums to
+        which this action or the next one adds.
+        """
         self._position += 1
         for unit in [unit for unit, (position, _) in self._sends.items() if position < self._position - 1]:
             self._free(unit)

@@ -134,17 +134,17 @@ class SlotAttention:
         mask: AttentionMask | None = None,
         *,
         sinks: Tensor | None = None,
-        plain: bool = False,
+        reference: bool = False,
     ) -> Tensor:
         """Return the attention output of q `(1, capacity, heads, head_dim)`, with the width of v.
 
         k and v have `kv_heads` heads. In the ring of a divided sample keys and values travel as one tensor, so narrower values are padded.
         """
         assert sinks is None, "refused by `hybrid_error`"
-        whole = attention(q, k, v, mask, plain=plain)
+        whole = attention(q, k, v, mask, reference=reference)
         if not isinstance(mask, SlotMask):
             return whole
         width = v.shape[-1]
         values = F.pad(v, (0, k.shape[-1] - width)) if width < k.shape[-1] else v
-        part = span_attention(q, k, values, mask.span, self.group, plain=plain)
+        part = span_attention(q, k, values, mask.span, self.group, reference=reference)
         return torch.where(mask.divided[..., None, None], part[..., :width], whole)

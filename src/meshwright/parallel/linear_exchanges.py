@@ -332,7 +332,7 @@ class _PendingTokens(NamedTuple):
     buffer: Tensor
     ranks: int
     work: Any = None
-    """None after a synchronous call, which already made the compute stream wait for the collective."""
+    """The running collective. None after a synchronous call, which already made the compute stream wait for it."""
 
     def wait(self) -> Tensor:
         """Make the compute stream wait and return the tokens in sequence order."""

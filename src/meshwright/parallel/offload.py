@@ -262,7 +262,7 @@ class ActivationOffload:
     def saved_activations(self, visit: Visit, excluded: Collection[int]) -> SavedActivations | None:
         """Return the collector for the tensors that the visit's forward saves; None if they are not offloaded.
 
-        `excluded` as in `SavedActivations`.
+        `excluded` has addresses of storages that stay on the device.
         """
         if visit not in self._timetable.offloaded:
             return None

@@ -82,7 +82,7 @@ class ReplayedRouting:
         self._device = mesh.device
         self._ends = torch.zeros(0)
         self.positions: torch.Tensor | None = None
-        """Where experts move: the position in the model of each expert, `(routed layers, experts)`. None: position = expert number."""
+        """The position of each expert in the model, `(routed layers, experts)`, if the run moves experts. None if no expert has moved."""
 
     def begin_step(self, step: int) -> None:
         """Use the loads of `step`; steps count from 1."""

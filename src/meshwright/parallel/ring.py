@@ -24,17 +24,17 @@ from meshwright.parallel.linear_exchanges import group_by_name
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, *, sinks: Tensor | None = None, plain: bool
+    q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, *, sinks: Tensor | None = None, reference: bool
 ) -> Tensor:
     """Return the causal attention of this rank's queries over the keys of all ranks in `group`, shaped like q. Collective.
 
-    `sinks` `(heads,)`, if given, are one more score in each query's softmax. `plain` computes scores explicitly instead of calling an
+    `sinks` `(heads,)`, if given, are one more score in each query's softmax. `reference` computes scores explicitly instead of calling an
     attention kernel.
     """
     if not torch.is_grad_enabled():
-        out, logsumexp = ring_forward(q, k, v, group, rank, ranks, plain)
+        out, logsumexp = ring_forward(q, k, v, group, rank, ranks, reference)
         return out if sinks is None else join_sinks(out, logsumexp, sinks)[0]
-    return _Ring.apply(q, k, v, sinks, group, rank, ranks, plain)
+    return _Ring.apply(q, k, v, sinks, group, rank, ranks, reference)
 
 
 class _Ring(torch.autograd.Function):
@@ -48,13 +48,13 @@ class _Ring(torch.autograd.Function):
         group: str,
         rank: int,
         ranks: int,
-        plain: bool,
+        reference: bool,
     ) -> Tensor:
-        out, logsumexp = ring_forward(q, k, v, group, rank, ranks, plain)
+        out, logsumexp = ring_forward(q, k, v, group, rank, ranks, reference)
         if sinks is not None:
             out, logsumexp = join_sinks(out, logsumexp, sinks)
         ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
-        ctx.ring = group, rank, ranks, plain
+        ctx.ring = group, rank, ranks, reference
         return out
 
     @staticmethod
@@ -67,9 +67,12 @@ class _Ring(torch.autograd.Function):
 
 @torch.library.custom_op("meshwright::ring_forward", mutates_args=())
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain: bool
+    q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, reference: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of this rank's queries, and the log-sum-exp of each query's scores, `(batch, heads, seq / ranks)`."""
+    """Return the attention of this rank's queries, and the log-sum-exp of each query's scores, `(batch, heads, seq / ranks)`.
+
+    The arguments are those of `ring_attention`.
+    """
     ring = _RingGroup(group, rank, ranks)
     combined = None
     keys_values = torch.stack((k, v))
@@ -77,7 +80,7 @@ def ring_forward(
         next_keys_values = ring.start_exchange(keys_values) if turn + 1 < ranks else None
         queries, keys, causal = visible_block(rank, (rank - turn) % ranks, q.shape[1])
         partial = partial_attention(
-            q[:, queries], keys_values[0, :, keys], keys_values[1, :, keys], causal, plain=plain
+            q[:, queries], keys_values[0, :, keys], keys_values[1, :, keys], causal, reference=reference
         )
         if combined is None:
             combined = AttentionAccumulator(*partial)
@@ -90,7 +93,7 @@ def ring_forward(
 
 
 @ring_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain: bool) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, reference: bool) -> tuple[Tensor, Tensor]:
     batch, seq, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty((batch, heads, seq), dtype=accumulate_dtype(q.dtype))
@@ -107,7 +110,7 @@ def ring_backward(
     group: str,
     rank: int,
     ranks: int,
-    plain: bool,
+    reference: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's q, k and v. They are summed and sent in the dtype of `logsumexp`."""
     ring = _RingGroup(group, rank, ranks)
@@ -127,7 +130,7 @@ def ring_backward(
             out[:, queries],
             logsumexp[..., queries],
             causal,
-            plain=plain,
+            reference=reference,
         )
         sums = (
             torch.zeros(keys_values.shape, dtype=wide, device=q.device) if pending_sums is None else pending_sums.wait()
@@ -156,7 +159,7 @@ def _(
     group: str,
     rank: int,
     ranks: int,
-    plain: bool,
+    reference: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_grad, k_grad, v_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return q_grad, k_grad, v_grad

@@ -49,11 +49,14 @@ class GradientAccumulator:
         self._sums: dict[Weight, torch.Tensor] = {}
 
     @classmethod
-    def of(cls, group: Group, *, final: bool = False) -> GradientAccumulator:
-        """Return an accumulator for a group: an `UnsharedGradientAccumulator` on a single rank, else a `GradientAccumulator`."""
-        return (
-            UnsharedGradientAccumulator(group, final=final) if isinstance(group, UnsharedParameterGroup) else cls(group)
-        )
+    def of(cls, group: Group, *, single_backward: bool = False) -> GradientAccumulator:
+        """Return an accumulator for a group: an `UnsharedGradientAccumulator` on a single rank, else a `GradientAccumulator`.
+
+        `single_backward` is passed to the former.
+        """
+        if isinstance(group, UnsharedParameterGroup):
+            return UnsharedGradientAccumulator(group, single_backward=single_backward)
+        return cls(group)
 
     @cached_property
     def _by_gathered_weight(self) -> dict[int, Weight]:
@@ -96,7 +99,10 @@ class GradientAccumulator:
         self._sums[parameter] = total
 
     def start_reduction(self, span: Span | None) -> None:
-        """Start to sum the gradients over ranks. `span` as in `ParameterGroup.gather`."""
+        """Start to sum the gradients over ranks.
+
+        `span` is a profiler span: a context manager that is entered on the communication stream just before the collective.
+        """
         self._hand_over_sums()
         self.group.reduce_scatter(span)
 
@@ -126,14 +132,14 @@ class GradientAccumulator:
 class UnsharedGradientAccumulator(GradientAccumulator):
     """A `GradientAccumulator` on one rank: the first gradient becomes the gradient of the shard, later gradients are added to it.
 
-    With `final` each step has a single backward. The gradient then keeps the compute dtype, because a wider dtype would have the same
-    values.
+    `single_backward` says that each step has a single backward. The gradient then keeps the compute dtype, because nothing is added to it
+    and a wider dtype would have the same values.
     """
 
-    def __init__(self, group: UnsharedParameterGroup, *, final: bool) -> None:
+    def __init__(self, group: UnsharedParameterGroup, *, single_backward: bool) -> None:
         super().__init__(group)
         self._unshared_group = group
-        self._final = final
+        self._single_backward = single_backward
 
     def add_matmul(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add a @ b to the shard's gradient if an earlier `start_reduction` has set it, else as in the base class."""
@@ -161,7 +167,8 @@ class UnsharedGradientAccumulator(GradientAccumulator):
             if shard_gradient is not None:
                 add(shard_gradient, gradient)
                 continue
-            dtype = gradient.dtype if self._final else self._unshared_group.sum_dtype or parameter.stored_dtype
+            sum_dtype = self._unshared_group.sum_dtype or parameter.stored_dtype
+            dtype = gradient.dtype if self._single_backward else sum_dtype
             if gradient.dtype != dtype or not gradient.is_contiguous():
                 sources.append(gradient)
                 outputs.append(torch.empty(gradient.shape, dtype=dtype, device=gradient.device))
@@ -178,13 +185,13 @@ class ShardedUnit:
     A block whose experts are distributed over ranks has two groups. First the experts, then the other weights, which are sharded over more
     ranks. `uses` is the number of schedule units that share the parameters. It is 2 if embedding and head with a tied weight are on one
     rank, else 1. The gathered weights are freed when every user has freed them. The gradients are reduced when every user has called
-    `reduce`. `final` as in `UnsharedGradientAccumulator`.
+    `reduce`. `single_backward` says that each step has a single backward; it is used only on one rank (`UnsharedGradientAccumulator`).
     """
 
-    def __init__(self, groups: Sequence[Group], *, uses: int = 1, final: bool = False) -> None:
+    def __init__(self, groups: Sequence[Group], *, uses: int = 1, single_backward: bool = False) -> None:
         self.groups = tuple(groups)
         self.uses = uses
-        self._accumulators = [GradientAccumulator.of(group, final=final) for group in groups]
+        self._accumulators = [GradientAccumulator.of(group, single_backward=single_backward) for group in groups]
         self._sharded_groups = [group for group in groups if group.ranks > 1]
         self._current_users = 0
         self._ready_users: set[Hashable] = set()
@@ -259,7 +266,7 @@ class ShardedUnit:
 
         With several users the reduction starts when all of them have called `reduce` since the last reduction. Until then the call returns
         False and does nothing else. The `last` call of a step always starts the reduction, because users may reduce after different numbers
-        of micro-batches. `span` as in `gather`.
+        of micro-batches. `span` is entered on the communication stream just before the first collective and left just after the last.
         """
         self._ready_users.add(user)
         if len(self._ready_users) < self.uses and not last:

@@ -20,10 +20,15 @@ from meshwright.parallel.linear_exchanges import group_by_name
 from meshwright.parallel.span_part import SpanPart
 
 
-def heads_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, plain: bool) -> tuple[Tensor, Tensor]:
-    """Return the attention of the part's tokens over the whole sample, and the log-sum-exp of their scores `(1, heads, n)`. Collective."""
+def heads_forward(
+    q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, reference: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of the part's tokens over the whole sample, and the log-sum-exp of their scores `(1, heads, n)`. Collective.
+
+    `reference` computes scores explicitly instead of calling an attention kernel; this is so in the backward too.
+    """
     q, k, v = tokens_to_heads((q, k, v), own, group)
-    out, logsumexp = partial_attention(q, k, v, True, lengths_vary=True, plain=plain)
+    out, logsumexp = partial_attention(q, k, v, True, lengths_vary=True, reference=reference)
     (out,) = heads_to_tokens((out,), own, group)
     (logsumexp,) = heads_to_tokens((logsumexp.mT,), own, group)
     return out, logsumexp.mT
@@ -39,12 +44,14 @@ def heads_backward(
     own: SpanPart,
     group: str,
     *,
-    plain: bool,
+    reference: bool,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v. `out` and `logsumexp` are results of `heads_forward`. Collective."""
     grad, q, k, v, out = tokens_to_heads((grad, q, k, v, out), own, group)
     (logsumexp,) = tokens_to_heads((logsumexp.mT,), own, group)
-    gradients = partial_gradients(grad, q, k, v, out, logsumexp.mT.contiguous(), True, lengths_vary=True, plain=plain)
+    gradients = partial_gradients(
+        grad, q, k, v, out, logsumexp.mT.contiguous(), True, lengths_vary=True, reference=reference
+    )
     return heads_to_tokens(gradients, own, group)
 
 

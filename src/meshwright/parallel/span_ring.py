@@ -24,8 +24,13 @@ from meshwright.parallel.ring import PendingExchange, start_exchange
 from meshwright.parallel.span_part import SpanPart
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, plain: bool) -> tuple[Tensor, Tensor]:
-    """Return the attention of the part's tokens over the whole sample, and the log-sum-exp of their scores `(1, heads, n)`. Collective."""
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, reference: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of the part's tokens over the whole sample, and the log-sum-exp of their scores `(1, heads, n)`. Collective.
+
+    `reference` computes scores explicitly instead of calling an attention kernel; this is so in the backward too.
+    """
     combined = None
     keys_values = torch.stack((k, v))
     for turn in _turns(own):
@@ -33,7 +38,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, own: SpanPart, group: str, *, 
         queries, keys, causal = turn.visible
         if not turn.is_empty:
             k, v = keys_values[:, :, keys]
-            partial = partial_attention(q[:, queries], k, v, causal, lengths_vary=True, plain=plain)
+            partial = partial_attention(q[:, queries], k, v, causal, lengths_vary=True, reference=reference)
             if combined is None:  # the first turn: a rank's own keys, so that every query attends to some key
                 combined = AttentionAccumulator(*partial)
             else:
@@ -54,7 +59,7 @@ def ring_backward(
     own: SpanPart,
     group: str,
     *,
-    plain: bool,
+    reference: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. `out` and `logsumexp` are results of `ring_forward`. Collective.
 
@@ -79,7 +84,7 @@ def ring_backward(
                 logsumexp[..., queries],
                 causal,
                 lengths_vary=True,
-                plain=plain,
+                reference=reference,
             )
         # The gradient sums of the keys and values of this turn so far. Each rank starts the sums of its own keys and values with zeros.
         sums = (

@@ -267,7 +267,8 @@ def _shard(
 ) -> ShardedUnit:
     """Shard the parameters of a unit over `shards`. Distributed experts are sharded over `expert_shards`, the ranks with the same experts.
 
-    `copy_group` sends copies of experts; None if the plan copies none. `sum_dtype` as in `ParameterGroup`.
+    `copy_group` sends copies of experts; None if the plan copies none. `sum_dtype` is the dtype in which gradient
+    shards are summed; None means the dtype of the master weight.
     """
     experts = [part for module in modules for part in module.modules() if isinstance(part, DistributedExperts)]
     groups: list[ParameterGroup | CopiedParameterGroup] = []
@@ -280,7 +281,7 @@ def _shard(
     whole |= {*unsharded_weights(modules, shards.size())}
     if group := _parameter_group(modules, plan, shards, sum_dtype, whole):
         groups.append(group)
-    return ShardedUnit(groups, uses=uses, final=gradients_final_in_backward(spec, plan))
+    return ShardedUnit(groups, uses=uses, single_backward=gradients_final_in_backward(spec, plan))
 
 
 def _with_copies(owned: ParameterGroup, group: dist.ProcessGroup, plan: Plan) -> CopiedParameterGroup:

@@ -98,7 +98,7 @@ def _divide_block(block: Block, splits: Mapping[str, TensorSplit], group: str, r
     _divide_heads(block.attention, ranks)
     block.hooks.norm_all_heads = partial(norm_divided_heads, group=group, ranks=ranks, copies=copies)
     block.hooks.gather_tokens = partial(gather_tokens, group=group, ranks=ranks)
-    block.hooks.add_branches = _sum_of_branches
+    block.hooks.sum_of_branches = _sum_of_branches
 
 
 def _divide_adapters(model: Decoder, division: Division) -> None:

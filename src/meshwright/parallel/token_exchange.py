@@ -150,7 +150,8 @@ def move_tokens(
     """Send rows `(rows, width)` to the ranks of their experts, or with `back` to the ranks they came from.
 
     `sent`, `received` and `totals` are the tensors of a `Route`. Returns the rows that arrive: `(most rows received, width)` on the way to
-    the experts, where rows beyond the number received are undefined, and `(rows sent, width)` on the way back.
+    the experts, where rows beyond the number received are undefined, and `(rows sent, width)` on the way back. With `fp8` the rows are sent
+    in e4m3 with one scale per row.
     """
     peers = _peers_by_group[group]
     route = Route(sent, received, totals)

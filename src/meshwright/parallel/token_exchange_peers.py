@@ -116,7 +116,7 @@ class PeerExchange:
         signal(self._window.addresses, self.rank, self._moves, self._areas.row_flags)
 
     def finish_move(self, route: Route, back: bool, out: Tensor, fp8: bool = False) -> Tensor:
-        """Wait for the rows of all ranks, copy them into `out` `(rows, width)` and return it.
+        """Wait for the rows of all ranks, copy them into `out` `(rows, width)` and return it. `back` and `fp8` as in `start_move`.
 
         On the way to the experts, rows of `out` beyond the number received are undefined.
         """

@@ -1,6 +1,6 @@
 """A candidate plan with its predictions, the memory limits of a plan, and settings that follow from a run's pins.
 
-A pin is a plan field that the run file or command line fixes; the planner chooses the others.
+A pin is a key of the plan that the run file or the command line fixes. The planner chooses the other keys.
 """
 
 from __future__ import annotations
@@ -40,39 +40,50 @@ from meshwright.workload.rollout_memory import rollout_bytes
 HEADROOM = 0.91
 """Share of a device's memory that a plan may fill.
 
-The remainder is for fragmentation, as an allocator at its limit frees and allocates again. On H200s a run that needed
-0.909 went at full speed, and one that needed 0.921 lost a tenth of it (2026-11-21).
+The rest is for fragmentation: an allocator at its limit frees blocks and allocates them again. On H200s, a run that
+needed a share of 0.909 ran at full speed, and one that needed 0.921 lost a tenth of its speed (2026-11-21).
 """
 
 HOST_HEADROOM = 0.8
-"""Share of a host's memory that a plan may fill; the ranks' processes need the other part."""
+"""Share of a host's memory that a plan may fill. The processes of the ranks need the rest."""
 SHARES = 1000
-"""Parts of an offloaded optimizer's state of which the planner leaves some on the device."""
+"""An offloaded optimizer's state is divided between host and device in steps of one part in this number."""
 HOST_GIB_PER_DEVICE = 256.0
-"""Host memory per device where the cluster does not state it: a guess (DGX A100 to B200 have 1 to 4 TB for 8 devices)."""
+"""GiB of host memory per device if the cluster does not state it: a guess (DGX A100 to B200 have 1 to 4 TB for 8
+devices).
+"""
 COPY_GENERATIONS = ("hopper",)
-"""Device generations on which copy engines were measured; on others a search lets kernels do all transfers.
+"""Device generations on which copy engines were measured. On others, a search lets kernels do all transfers.
 
-Copy engines are GPU hardware that copies memory without multiprocessors. They can gather weights and exchange the tokens of
-tensor ranks.
+Copy engines are hardware of a GPU that copies memory without multiprocessors. They can gather weights, and exchange the
+tokens of tensor ranks.
 """
 COPY_TENSOR_RANKS = 2
-"""Most tensor ranks between which copy engines exchange tokens faster than kernels; between four they took a fifth longer."""
+"""Maximum number of tensor ranks between which copy engines exchange tokens faster than kernels.
+
+Between four ranks they took a fifth longer.
+"""
 
 
 OFFLOAD_PENALTY = 1.01
-OFFLOAD_PENALTY_UNMEASURED = 1.03
-MEASURED_DEVICES = 2
-"""Factors on the predicted seconds of a plan with offload, and the devices per host measured.
+"""Factor on the predicted seconds of a plan with offload, when plans are compared.
 
-Of two plans that cannot be told apart, the one without offload has no host memory to pin in its first step. On more
-devices or hosts the prediction is less certain, as the network may share the devices' host links; and updates beside the
-forward were not measured.
+Two plans may have predicted times that cannot be distinguished. The one without offload is then better, because it need
+not pin host memory in its first step.
 """
+OFFLOAD_PENALTY_UNMEASURED = 1.03
+"""This factor in cases that were not measured: more devices per host than `MEASURED_DEVICES`, several hosts, or an
+offloaded optimizer.
+
+With more devices or hosts the prediction is less certain, because the network may share the devices' links to the host.
+Updates during the forward were not measured.
+"""
+MEASURED_DEVICES = 2
+"""Number of devices per host up to which offload was measured."""
 
 
 MAX_COMPARED = 3
-"""Most other values of an option with which a plan's value is compared."""
+"""Maximum number of other values of an option with which the value of a plan is compared."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +92,23 @@ class Candidate:
 
     plan: Plan
     fits: bool = True
+    """Whether it fits into memory."""
     simulated: bool = True
-    """Whether its step was simulated unit by unit, and not only by whole stages."""
+    """Whether its step was simulated unit by unit, not only by whole stages."""
     estimated: float | None = None
-    """Seconds of a step simulated by whole stages. All candidates of a search have it, so any two can be compared."""
+    """Seconds of a step that was simulated by whole stages.
+
+    All candidates of a search have it, so any two can be compared.
+    """
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of a step; infinite where they are not known."""
+        """Return the predicted seconds of a step; infinite if they are not known."""
         known = self.plan.predicted.step_seconds if self.plan.predicted else None
         return float("inf") if known is None else known
 
     def behind(self, other: Candidate) -> float:
-        """Seconds by which this plan's step is longer than that of `other`; negative if it is shorter."""
+        """Return by how many seconds this plan's step is longer than the step of `other`; negative if it is shorter."""
         if self.simulated == other.simulated or self.estimated is None or other.estimated is None:
             return self.seconds - other.seconds
         return self.estimated - other.estimated
@@ -105,29 +120,34 @@ class SearchResult:
 
     best: Candidate
     others: tuple[Candidate, ...]
-    """Runner-ups, fastest first."""
+    """The other candidates, the fastest first."""
     considered: int
-    """Pairs of a layout and a layer strategy that were priced in closed form, and layouts that a lower bound excluded."""
+    """Number of pairs of a layout and a layer strategy whose times were predicted in closed form, and of layouts that a
+    lower bound excluded.
+    """
     seconds: float
-    """How long the search took."""
+    """Seconds that the search took."""
 
 
 @dataclass(frozen=True)
 class PlanOption:
-    """A choice of a plan that the search makes unless pins decide it."""
+    """A choice in a plan that the search makes unless pins decide it."""
 
     name: str
-    """How sentences name the option."""
+    """The name of the option in sentences."""
     keys: tuple[str, ...]
-    """Pins that decide the option; the search does so where none is set."""
+    """Keys that decide the option if they are pinned. If none is pinned, the search decides."""
 
     def free(self, run: RunSpec) -> bool:
-        """Whether no pin of the run decides the option."""
+        """Return whether no pin of the run decides the option."""
         return all(getattr(pins_of(run), key) is None for key in self.keys)
 
 
 def nearest_values(best: Candidate, others: Sequence[Candidate], value: Callable[[Plan], object]) -> list[Candidate]:
-    """Of the plans with another value than `best`, the fastest with each of at most `MAX_COMPARED` values, the fastest first."""
+    """Return the fastest plan for each of at most `MAX_COMPARED` other values of an option, the fastest first.
+
+    `value` returns the value of the option in a plan.
+    """
     fastest: dict[object, Candidate] = {value(best.plan): best}
     for other in sorted(others, key=lambda other: other.behind(best)):
         fastest.setdefault(value(other.plan), other)
@@ -135,12 +155,12 @@ def nearest_values(best: Candidate, others: Sequence[Candidate], value: Callable
 
 
 def offloads(plan: Plan) -> bool:
-    """Whether the plan offloads activations, optimizer state or gradient sums of some layer."""
+    """Return whether the plan offloads activations, optimizer state or gradient sums of some layer."""
     return plan.accumulation == "host" or any(layer.offload != "none" for layer in plan.layers)
 
 
 def offload_penalty(run: RunSpec, plan: Plan) -> float:
-    """Factor on the predicted seconds of `plan` when the planner compares it with others; 1 without offload."""
+    """Return the factor on the predicted seconds of `plan` when it is compared with other plans; 1 without offload."""
     if not offloads(plan):
         return 1.0
     measured = plan.ranks <= run.cluster.ranks_per_node <= MEASURED_DEVICES
@@ -150,18 +170,20 @@ def offload_penalty(run: RunSpec, plan: Plan) -> float:
 
 
 def compared_seconds(run: RunSpec, candidate: Candidate) -> float:
-    """The seconds of a candidate by which it is compared with others: with its `offload_penalty`."""
+    """Return the seconds by which a candidate is compared with others: with its `offload_penalty`."""
     return candidate.seconds * offload_penalty(run, candidate.plan)
 
 
 def untrainable(plan: Plan) -> str | None:
-    """Return why this release cannot train the plan, although it plans and simulates it; None where it can."""
+    """Return why this release cannot train the plan, although it can plan and simulate it; None if it can train it."""
     refused = training_refusal(plan)
     return None if refused is None else refused[1]
 
 
 def training_refusal(plan: Plan) -> tuple[str, str] | None:
-    """The first key of a plan that this release cannot train, and the reason of `untrainable`; None where it can."""
+    """Return the first key of a plan that this release cannot train, and the text of `untrainable`; None if it can
+    train the plan.
+    """
     if refused := untrained_keys(plan):
         parts = ", ".join(untrained(plan))
         return refused[0][0], f"this release cannot train {parts}; it can only plan and simulate that"
@@ -169,15 +191,15 @@ def training_refusal(plan: Plan) -> tuple[str, str] | None:
 
 
 def idle_fields(plan: Plan) -> Iterator[str]:
-    """A sentence for each field of the plan that has no effect on its mesh, or no advantage.
+    """Yield a sentence for each key of the plan that has no effect on its mesh, or no advantage.
 
-    This is no error, because a plan may be used again on another mesh.
+    That is no error, because a plan may be used again on another mesh.
     """
     if plan.schedule.name not in ("1f1b", "breadth_first", "paired") and plan.axis_size("pipeline") == 1:
         yield f"plan.schedule = {plan.schedule.name} has no advantage over 1f1b: the mesh has one pipeline rank"
     precision = plan.precision
     shards = shard_size(plan)
-    # One rank adds up whole gradients in the format of `reduce`, and others in that of `accumulation`.
+    # A single rank sums whole gradients in the format of `reduce`, and shards in the format of `accumulation`.
     same_sums = plan.accumulation == "device" and precision.reduce == precision.stored
     whole_gradients = same_sums and any(layer.gradients == "whole" for layer in plan.layers)
     for key, value, given, ranks, rank_name in (
@@ -209,7 +231,7 @@ def idle_fields(plan: Plan) -> Iterator[str]:
 
 
 def _copy_refusal(plan: Plan) -> tuple[str, str] | None:
-    """The key of a transport that copy engines cannot be in this plan, and why; None where they can."""
+    """Return the key of a transfer that copy engines cannot carry in this plan, and why; None if they can carry all."""
     for key, transport, axis in (
         ("gather_transport", plan.gather_transport, _axis_across_nodes(plan, *SHARD_AXES)),
         ("tensor_transport", plan.tensor_transport, _axis_across_nodes(plan, "tensor")),
@@ -223,17 +245,23 @@ def _copy_refusal(plan: Plan) -> tuple[str, str] | None:
 
 
 def _axis_across_nodes(plan: Plan, *axes: AxisName) -> MeshAxis | None:
-    """The first of `axes` whose ranks are on several nodes, or None."""
+    """Return the first of `axes` whose ranks are on several nodes; None if there is none."""
     return next((axis for axis in plan.mesh if axis.axis in axes and axis.crosses == "node"), None)
 
 
 def why_kernel_gathers(run: RunSpec) -> str | None:
-    """Return why the search gathers weights by kernels in every plan, or None where copy engines may; a pin overrides it."""
+    """Return why the search lets kernels gather the weights of every plan; None if copy engines may.
+
+    A pin overrides it.
+    """
     return _why_kernels(run, "gather_transport")
 
 
 def why_kernel_token_exchange(run: RunSpec, ranks: int) -> str | None:
-    """Return why the search uses kernels for tokens of `ranks` tensor ranks; None where copy engines may. A pin overrides it."""
+    """Return why the search lets kernels exchange the tokens of `ranks` tensor ranks; None if copy engines may.
+
+    A pin overrides it.
+    """
     if not run.cluster.is_cpu and ranks > COPY_TENSOR_RANKS:
         return (
             f"with more than {COPY_TENSOR_RANKS} tensor ranks copy engines were slower in measurements; "
@@ -243,7 +271,7 @@ def why_kernel_token_exchange(run: RunSpec, ranks: int) -> str | None:
 
 
 def _why_kernels(run: RunSpec, key: str) -> str | None:
-    """Return why a run uses no copy engines unless the pin `key` asks for them, or None."""
+    """Return why a run uses no copy engines unless the key `key` is pinned to them; None if it may use them."""
     if run.cluster.is_cpu:
         return "CPUs have no copy engines"
     names = [run.cluster.gpu, *(group.gpu for group in run.cluster.groups if group.gpu)]
@@ -256,7 +284,7 @@ def _why_kernels(run: RunSpec, key: str) -> str | None:
 
 
 def kernel_gathers_reason(run: RunSpec, plan: Plan) -> str | None:
-    """Return why kernels gather the weights of `plan`, where that was not decided by seconds."""
+    """Return why kernels gather the weights of `plan`, if predicted seconds did not decide it."""
     across_nodes = (
         "the ranks that share weights are on several nodes" if _axis_across_nodes(plan, *SHARD_AXES) else None
     )
@@ -264,23 +292,25 @@ def kernel_gathers_reason(run: RunSpec, plan: Plan) -> str | None:
 
 
 def kernel_token_exchange_reason(run: RunSpec, plan: Plan) -> str | None:
-    """Return why kernels exchange the tokens of `plan`'s tensor ranks, where that was not decided by seconds."""
+    """Return why kernels exchange the tokens of the tensor ranks of `plan`, if predicted seconds did not decide it."""
     across_nodes = "the tensor ranks are on several nodes" if _axis_across_nodes(plan, "tensor") else None
     return why_kernel_token_exchange(run, plan.axis_size("tensor")) or across_nodes
 
 
 def peak_bytes(plan: Plan) -> int:
-    """Predicted memory of the fullest rank; 0 for a plan without predictions."""
+    """Return the predicted memory of the fullest rank; 0 for a plan without predictions."""
     return plan.predicted.memory_peak_bytes if plan.predicted else 0
 
 
 def trainer_bytes(plan: Plan) -> int:
-    """`peak_bytes` without the engine of `rl`, for which `memory_budget` leaves room."""
+    """Return `peak_bytes` without the engine of `rl`, whose memory `memory_budget` subtracts."""
     return peak_bytes(plan) - (plan.predicted.memory_bytes.get("rollouts", 0) if plan.predicted else 0)
 
 
 def memory_budget(run: RunSpec, memory_bytes: int | None = None) -> int | None:
-    """Bytes that a plan may use of the smallest device, beside the engine of `rl`; None when its memory is not known."""
+    """Return how many bytes of the smallest device a plan may use, after the engine of `rl` has its memory; None if its
+    memory is not known.
+    """
     known = run.cluster.memory_bytes() or memory_bytes
     if known is None:
         return None
@@ -288,21 +318,28 @@ def memory_budget(run: RunSpec, memory_bytes: int | None = None) -> int | None:
 
 
 def usable_by_rank(run: RunSpec, plan: Plan, usable_bytes: float) -> list[float]:
-    """Usable bytes of each pipeline rank: `usable_bytes`, or on unlike nodes those of the rank's own devices."""
+    """Return the usable bytes of each pipeline rank: `usable_bytes`, or if nodes differ the usable bytes of the rank's
+    own devices.
+
+    """
     ranks = plan.axis_size("pipeline")
     own_limits = memory_limits(run.cluster, Layout.of(plan, run.cluster.ranks_per_node)) if run.cluster.groups else None
     return [HEADROOM * limit for limit in own_limits] if own_limits else [usable_bytes] * ranks
 
 
 def overfull_ranks(run: RunSpec, plan: Plan, budget: int | None) -> list[bool]:
-    """For each pipeline rank, whether its exact memory need exceeds what it may use of its devices. Raises as `excess_by_rank`."""
+    """Return for each pipeline rank whether it needs more memory than its devices have for it.
+
+    Raises as `excess_by_rank`.
+    """
     return [excess > 0 for excess in excess_by_rank(run, plan, budget)]
 
 
 def excess_by_rank(run: RunSpec, plan: Plan, budget: int | None) -> list[float]:
-    """For each pipeline rank, bytes by which its exact memory need exceeds what it may use of its devices; below 0 where it fits.
+    """Return for each pipeline rank by how many bytes its exact memory need exceeds what it may use; negative if it
+    fits.
 
-    Raises BadInput when the plan's schedule cannot be made for its micro-batches.
+    Raises BadInput if the plan's schedule cannot be made for its number of micro-batches.
     """
     bytes_by_rank = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     limits = usable_by_rank(run, plan, inf if budget is None else budget)
@@ -314,10 +351,12 @@ def excess_by_rank(run: RunSpec, plan: Plan, budget: int | None) -> list[float]:
 
 
 def least_fitting(most: Sequence[int], excess: Callable[[list[int]], list[float]]) -> list[int]:
-    """For each rank the least number with which it fits, or its number in `most` if none does.
+    """Return for each rank the smallest number with which it fits, or its number in `most` if none does.
 
-    `excess` takes a number for each rank and returns by how many bytes each rank is too full. A larger number takes less memory, nearly in
-    proportion: guesses are interpolated, and every third is the middle.
+    `excess` takes a number for each rank, and returns by how many bytes each rank is too full. With a larger number a
+    rank needs less memory, nearly in proportion. So a guess is interpolated between a number that is too small and one
+    that is enough. Every third guess is the middle of the two, so that the search ends soon even if memory is not
+    proportional.
 
     Two ranks are 100 and 0 bytes too full, and each offloaded layer takes 30 bytes less:
 
@@ -353,19 +392,22 @@ def least_fitting(most: Sequence[int], excess: Callable[[list[int]], list[float]
 
 
 def host_budget(run: RunSpec) -> float:
-    """Bytes that a plan may use of one host's memory."""
+    """Return the bytes of one host's memory that a plan may use."""
     return HOST_HEADROOM * host_gib(run) * GiB
 
 
 def host_gib(run: RunSpec) -> float:
-    """Memory of one host in GiB as the cluster states it, or a guess; infinite for CPU ranks, whose device memory it is."""
+    """Return the memory of one host in GiB, as the cluster states it or as a guess.
+
+    It is infinite for CPU ranks, whose device memory is the host's memory.
+    """
     stated = run.cluster.host_memory_gib
     cluster = run.cluster
     return stated or (inf if cluster.is_cpu else HOST_GIB_PER_DEVICE * cluster.gpus_per_node)
 
 
 def host_excess_bytes(run: RunSpec, plan: Plan) -> float:
-    """Bytes by which the offloaded data of a plan exceeds the host memory it may use; 0 where it fits.
+    """Return by how many bytes the offloaded data of a plan exceeds the host memory that it may use; 0 if it fits.
 
     Raises as `overfull_ranks`.
     """
@@ -373,17 +415,23 @@ def host_excess_bytes(run: RunSpec, plan: Plan) -> float:
 
 
 def fits(run: RunSpec, plan: Plan, budget: int | None) -> bool:
-    """Whether every pipeline rank fits into its devices and the offloaded data into host memory. Raises as `overfull_ranks`."""
+    """Return whether every pipeline rank fits into its devices, and the offloaded data into host memory.
+
+    Raises as `overfull_ranks`.
+    """
     return not any(overfull_ranks(run, plan, budget)) and not host_excess_bytes(run, plan)
 
 
 def precision_of(run: RunSpec) -> Precision:
-    """The pinned dtypes, else bf16, or fp32 on CPUs and devices without bf16. Only a pin chooses fp8 or fp16 matmuls."""
+    """Return the pinned number formats. Without pins they are bf16, or fp32 on CPUs and on devices without bf16.
+
+    Only a pin chooses fp8 or fp16 matmuls.
+    """
     pins = pins_of(run)
     compute = pins.compute or ("fp32" if run.cluster.is_cpu or without_bf16(run.cluster) else "bf16")
     wide = "fp64" if compute == "fp64" else "fp32"
     linear = pins.linear or "compute"
-    # Matmuls round the weights to fp8 in any case, so gathering them in fp8 loses nothing.
+    # The matmuls round the weights to fp8 in any case, so nothing is lost if they are gathered in fp8.
     gather = pins.gather or ("fp8" if linear == "fp8_tensorwise" else "compute")
     return Precision(
         compute=compute,
@@ -416,32 +464,36 @@ def accumulation_of(run: RunSpec) -> Accumulation:
 
 
 def without_bf16(cluster: ClusterSpec) -> list[str]:
-    """Chips of the cluster that have no bf16 matmuls according to the chip table."""
+    """Return the chips of the cluster that have no bf16 matmuls according to the chip table."""
     names = dict.fromkeys([cluster.gpu, *(group.gpu for group in cluster.groups if group.gpu)])
     return [name for name in names if name in CHIPS and "bf16" not in CHIPS[name].peak_flops]
 
 
 def linear_dtypes(run: RunSpec) -> tuple[Linear, ...]:
-    """Dtypes of the linear layers' matmuls, one for each pinned layer range."""
+    """Return the number formats of the linear layers' matmuls, one for each pinned range of layers."""
     pins = pins_of(run)
     return tuple(layer.linear or pins.linear or "compute" for layer in pins.layers or (LayerStrategy(),))
 
 
 def compiles(run: RunSpec) -> bool:
-    """Whether blocks are compiled: as pinned, else on GPUs only."""
+    """Return whether blocks are compiled: as pinned, else only on GPUs."""
     pinned = pins_of(run).compile
     return not run.cluster.is_cpu if pinned is None else pinned
 
 
 def slot_run(run: RunSpec, plan: Plan) -> RunSpec:
-    """The run with full slots as its sequences, if `plan` places samples of any length; otherwise unchanged."""
+    """Return the run with full slots as its sequences if `plan` places samples of different lengths; otherwise the run
+    itself.
+    """
     if plan.samples is None:
         return run
     return replace(run, train=replace(run.train, seq_len=plan.samples.capacity, global_batch=plan.batch.global_batch))
 
 
 def in_longer_slots(run: RunSpec, plan: Plan, offload: SlotOffload) -> tuple[RunSpec, Plan]:
-    """A run all of whose slots are the longer ones with offload, and its plan; `plan` is that of the other slots."""
+    """Return a run all of whose slots are the longer ones with offload, and its plan; `plan` is the plan for the other
+    slots.
+    """
     strategies = plan.strategies(run.model.layers)
     both: dict[Offload, Offload] = {"none": "activations", "optimizer": "both"}
     layers = tuple(
@@ -457,10 +509,10 @@ def in_longer_slots(run: RunSpec, plan: Plan, offload: SlotOffload) -> tuple[Run
 
 
 def fixed_keys(run: RunSpec) -> dict[str, Any]:
-    """The keys of the plan that the run fixes, as plain data."""
+    """Return the keys of the plan that the run fixes, as plain data."""
     return {key: value for key, value in to_plain(pins_of(run)).items() if value is not None}
 
 
 def pins_of(run: RunSpec) -> PlanKeys:
-    """The pinned fields of the run's plan; all None where it has no pins."""
+    """Return the pinned keys of the run's plan; all are None if it has no pins."""
     return run.plan if isinstance(run.plan, PlanKeys) else PlanKeys()

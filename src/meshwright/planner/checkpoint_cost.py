@@ -297,11 +297,11 @@ def _host_memory_left(run: RunSpec, plan: Plan) -> float:
 
 
 def _gigabytes(count: float) -> str:
-    """Bytes as text.
+    """Bytes as text; a few are told in MB.
 
-    1.5 · 10⁹ bytes:
+    1.5 · 10⁹ and 13.4 · 10⁶ bytes:
 
-    >>> _gigabytes(1.5e9)
-    '1.5 GB'
+    >>> _gigabytes(1.5e9), _gigabytes(13.4e6)
+    ('1.5 GB', '13 MB')
     """
-    return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.0f} MB"

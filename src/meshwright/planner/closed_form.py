@@ -230,11 +230,5 @@ def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
     )
     pins = pins_of(run)
     room = received_room(pins.expert_exchange, pins.expert_receive_bound, layout.expert)
-    layout = replace(layout, busiest_rows=np.where(room > 0, room, layout.busiest_rows))
-    byte_widths = replace(
-        byte_widths,
-        exchange_room=run.model.experts_per_token * room,
-        window=layout.weights_by_copy_engine,
-        token_window=0.0 if run.cluster.is_cpu else layout.tokens_by_copy_engine,
-    )
+    layout = replace(layout, busiest_rows=np.where(room > 0, room, layout.busiest_rows), exchange_room=room)
     return np.asarray(layout_peak_bytes(run.model, layout, byte_widths))

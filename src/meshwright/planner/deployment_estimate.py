@@ -7,7 +7,7 @@ It is a mean-field estimate:
   share one queue.
 - The number B of concurrent decodes of an instance is the fixed point of Little's law: B = rate × new tokens × step
   time.
-- An instance of role `both` also computes prompt chunks in its steps. The time per token of a request is that of a
+- An instance of role `both` also computes prompt chunks in its steps. The time per token of a request is the time of a
   decode step, plus the chunks that are computed during the request. Their number has a Poisson distribution.
 """
 
@@ -27,7 +27,7 @@ from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, S
 SAMPLED = 24
 """Number of requests whose sizes represent all requests."""
 ROUNDS = 25
-"""Most iterations of the fixed point, and of the bisection over rates."""
+"""Maximum number of iterations of the fixed point, and of the bisection over rates."""
 LARGEST_RATE = 1e6
 """Requests per second at which the search for the highest rate ends."""
 
@@ -94,8 +94,9 @@ class SizeSample:
 def estimate_goodput(
     deployment: Deployment, sample: SizeSample, cost_of: Callable[[InstanceSpec], InstanceCosts], limits: ServeLimits
 ) -> float:
-    """Return the highest rate in requests per second at which the estimated attainment is at least `limits.attainment`;
-    0 if there is none.
+    """Return the highest rate in requests per second at which the estimated attainment is at least `limits.attainment`.
+
+    The result is 0 if there is none.
 
     `cost_of` returns the costs of an instance.
     """

@@ -33,11 +33,11 @@ from meshwright.spec.deployment import (
 from meshwright.spec.model import ModelSpec
 
 FINALISTS = 10
-"""Most deployments that are simulated."""
+"""Maximum number of deployments that are simulated."""
 COLOCATED_FINALISTS = 4
-"""Most colocated deployments among them."""
+"""Maximum number of colocated deployments among them."""
 EXPERT_FINALISTS = 2
-"""Most deployments among them that divide the experts of an MoE model over several groups of devices."""
+"""Maximum number of deployments among them that divide the experts of an MoE model over several groups of devices."""
 Placement = Literal["colocated", "roles", "experts"]
 """Kind of a deployment; see `PLACEMENTS`."""
 PLACEMENTS: tuple[Placement, ...] = ("colocated", "roles", "experts")
@@ -98,17 +98,20 @@ class DeploymentAnswer:
     alternatives: tuple[DeploymentOption, ...]
     """The other simulated deployments, the highest goodput first."""
     margin_over_colocated: float | None
-    """Relative gain of the chosen deployment over the best colocated one; None if no colocated deployment meets the
-    limits.
+    """Relative gain of the chosen deployment over the best colocated one.
+
+    It is None if no colocated deployment meets the limits.
 
     It is 0 if the chosen deployment is the best colocated one.
     """
     limits: ServeLimits
+    """The required limits of latency."""
     considered: int
     """Number of deployments that were estimated."""
     units: int
     """Number of equal units of the cluster, of which one was simulated."""
     search_seconds: float
+    """Seconds that planning took."""
     curve: tuple[tuple[float, float], ...] = ()
     """Points (requests per second and device, attainment) of the chosen deployment, in ascending order."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -382,9 +385,9 @@ def _band(
     It contains the goodput, and ends at a rate that was seen to fail.
 
     `around` are points of the first sample at `BAND_RATES`. They give the attainment of the first sample as a function
-    of the rate. Each further sample is simulated only at the goodput. Suppose that its attainment there is the one that
-    the first sample has at 1.1 times the goodput. Then this sample is harder by the factor 1.1, and its goodput is
-    lower by this factor. Samples of `FINE_REQUESTS` would differ less, so the factor's logarithm is multiplied by
+    of the rate. Each further sample is simulated only at the goodput. Suppose that it has the attainment there that the
+    first sample has at 1.1 times the goodput. Then this sample is harder by the factor 1.1, and its goodput is lower by
+    this factor. Samples of `FINE_REQUESTS` would differ less, so the factor's logarithm is multiplied by
     √(BAND_REQUESTS / FINE_REQUESTS).
 
     If all requests meet the limits up to some rate and few do above it, all factors are 1. The goodput is then known as

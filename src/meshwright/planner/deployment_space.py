@@ -28,16 +28,16 @@ from meshwright.spec.model import ModelSpec
 UNIT_INSTANCES = 8
 """A unit has space for at least this many instances of the smallest tensor degree, if the cluster has."""
 TOKEN_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
-"""Most prompt tokens of a step that are tried.
+"""Maximum numbers of prompt tokens of a step that are tried.
 
 A small budget limits the time of a step; a large one computes prompts faster.
 """
 EXPERT_BUDGETS = (512, 2048, 8192)
 """The same for instances with several groups of experts."""
 PREFILL_BUDGET = 2048
-"""Most prompt tokens of a step of a prefill instance."""
+"""Maximum number of prompt tokens of a step of a prefill instance."""
 DECODE_BUDGET = 256
-"""Most prompt tokens of a step of a decode instance, which computes no whole prompt."""
+"""Maximum number of prompt tokens of a step of a decode instance, which computes no whole prompt."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,9 @@ def _colocated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[In
 
 
 def _disaggregated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[InstanceSpec, ...]]:
-    """Yield deployments of prefill and decode instances; each role has its own tensor degree, and as few devices as
-    possible stay idle.
+    """Yield deployments of prefill and decode instances.
+
+    Each role has its own tensor degree, and as few devices as possible stay idle.
     """
     for prefill, decode in product(budgets, repeat=2):
         prefill_budget = max(budget for budget in budgets[prefill] if budget <= PREFILL_BUDGET)

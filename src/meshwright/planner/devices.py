@@ -32,13 +32,13 @@ from meshwright.spec.run import RunSpec
 MIN_SPEEDUP = 1.02
 """A part is used only if its step is faster than a step on all devices by more than this factor."""
 MAX_BOUNDS = 6
-"""Most parts for which the lower bound is computed."""
+"""Maximum number of parts for which the lower bound is computed."""
 MAX_SEARCHES = 4
-"""Most parts that are searched."""
+"""Maximum number of parts that are searched."""
 MAX_PLANS = 2
 """The search of parts ends when this many parts have a plan."""
 MAX_INNER_RANKS = 64
-"""Most devices per data rank (tensor × context × pipeline ranks) in the parts that are tried."""
+"""Maximum number of devices per data rank (tensor × context × pipeline ranks) in the parts that are tried."""
 MAX_NODE_TYPES = 4
 """Largest number of node types of which every subset is tried; also the largest number of nodes that a sentence lists
 one by one.
@@ -77,6 +77,7 @@ class DeviceChoice:
     run: RunSpec
     """The run, with the cluster for which the plan is made."""
     answer: SearchResult
+    """The result of the search on that cluster."""
     idle: Idle | None = None
     """The idle devices; None if all are used."""
 
@@ -149,8 +150,9 @@ class _Part:
     speed: float
     """Sum of the speeds of its devices, each relative to the slowest node type."""
     share: float
-    """Share of that speed that remains after batch and layers are divided over the devices; it is below 1 if they
-    divide unevenly.
+    """Share of that speed that remains after batch and layers are divided over the devices.
+
+    It is below 1 if they divide unevenly.
     """
 
 
@@ -263,8 +265,9 @@ def _parts_by_inner_ranks(cluster: ClusterSpec, batch: int) -> Iterator[ClusterS
 
 
 def _part_of_size(cluster: ClusterSpec, ranks: int) -> Iterator[ClusterSpec]:
-    """Yield the part of `ranks` devices that takes an equal number of devices from each node, as large as possible;
-    nothing if there is none.
+    """Yield the part of `ranks` devices that takes an equal number of devices from each node, as large as possible.
+
+    Nothing is yielded if there is none.
 
     A node may count as several smaller nodes. For example, 16 of 3 × 7 devices are 8 nodes of 2 devices, which use 6, 6
     and 4 devices of the real nodes. The cost model is then never too fast, because the small nodes communicate like
@@ -334,7 +337,7 @@ def _with_node_counts(cluster: ClusterSpec, counts: Sequence[int]) -> ClusterSpe
     """Return the cluster with other numbers of nodes: `counts[0]` ungrouped nodes, and `counts[i + 1]` nodes of group
     i.
 
-    If no ungrouped node remains, the fields of the first remaining group become those of the cluster.
+    If no ungrouped node remains, the cluster gets the fields of the first remaining group.
     """
     groups = [replace(group, nodes=count) for group, count in zip(cluster.groups, counts[1:], strict=True) if count]
     nodes = sum(counts)

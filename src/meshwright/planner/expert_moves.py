@@ -21,8 +21,9 @@ SLOT_RATIO = 4
 
 
 def copies(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """Yield `plan` with copies of busy experts, for each number of slots that the pins allow; nothing without recorded
-    loads.
+    """Yield `plan` with copies of busy experts, for each number of slots that the pins allow.
+
+    Nothing is yielded without recorded loads.
 
     A slot is memory for one copied expert. The numbers of slots are 1, 4, 16, … up to the number of all experts of
     other ranks. With that last number, fixed copies of all experts are also yielded. The copied weights are kept for
@@ -43,8 +44,9 @@ def copies(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
 
 
 def owners(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """Yield `plan` with expert placement by loads; nothing without recorded loads, or if experts cannot move in this
-    plan.
+    """Yield `plan` with expert placement by loads.
+
+    Nothing is yielded without recorded loads, or if experts cannot move in this plan.
     """
     model = run.model
     pins = pins_of(run)

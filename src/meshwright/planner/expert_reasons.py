@@ -19,8 +19,9 @@ from meshwright.workload.groups import copies_experts, experts_over, moves_exper
 
 
 def uneven_loads_seconds(run: RunSpec, plan: Plan) -> float:
-    """Return the seconds of a step with the run's expected loads, minus those with equal loads; 0 if the device's rates
-    are unknown.
+    """Return the seconds of a step with the run's expected loads, minus those with equal loads.
+
+    The result is 0 if the device's rates are unknown.
     """
     equal = replace(run, train=replace(run.train, expert_load=EQUAL_LOADS))
     seconds = [
@@ -32,8 +33,9 @@ def uneven_loads_seconds(run: RunSpec, plan: Plan) -> float:
 
 
 def uneven_loads_reason(run: RunSpec, plan: Plan) -> str:
-    """Return a sentence about the cost of uneven loads; empty for a dense model, for equal loads and for an unknown
-    device.
+    """Return a sentence about the cost of uneven loads.
+
+    The result is empty for a dense model, for equal loads and for an unknown device.
     """
     source = run.train.expert_load
     if not run.model.experts or source == EQUAL_LOADS or (run.cluster.is_cpu and is_guessed(run.cluster)):

@@ -52,7 +52,7 @@ STEADIER = "the plan that loses less on a slower network is taken"
 SAFER = "the plan with more margin, in memory or for a slower network, is taken"
 """Why a plan wins a tie although it is not simpler, if either or both of these reasons may apply."""
 MAX_NAMED_RANGES = 2
-"""Most ranges of layers that a sentence lists. If there are more, it states the number of layers."""
+"""Maximum number of ranges of layers that a sentence lists. If there are more, it states the number of layers."""
 MIN_SHARE = 0.01
 """Smallest share of the step time at which `limits` reports a part of the step."""
 

@@ -1,7 +1,7 @@
-"""Second step of the search: turns the best layouts (points) of the closed-form sweep into Plans, and simulates them.
+"""Second step of the search: makes Plans of the best layouts (points) of the closed-form sweep, and simulates them.
 
-It checks the memory of each plan exactly. A plan with two layer strategies gives each pipeline rank the fewest layers of the low-memory
-strategy with which it fits.
+It checks the memory of each plan exactly. If a plan has two layer strategies, each pipeline rank gets the fewest layers
+with the low-memory strategy with which it fits.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from math import ceil, inf
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from meshwright.planner.candidate import (
     SHARES,
     Candidate,
-    accumulation_of,
     compared_seconds,
     compiles,
     excess_by_rank,
     least_fitting,
-    mlp_tile_of,
-    offload_fraction_of,
-    offload_staging_of,
     pins_of,
     precision_of,
     trainer_bytes,
@@ -50,46 +46,55 @@ from meshwright.spec.plan import (
     Offload,
     Plan,
 )
+from meshwright.spec.plan_keys import plan_fields
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, transport_fields
 from meshwright.workload.groups import copies_experts, moves_experts
 
 MAX_SIMULATED = 12
-MIN_SIMULATED = 3
-MAX_WORK = 60_000
-"""Most and fewest plans that are simulated unit by unit, and the total `_simulation_work` after which no further plan is.
+"""Maximum number of plans that are simulated unit by unit.
 
-The other plans are only simulated by whole stages, as a large plan takes a second unit by unit.
+A large plan takes a second to simulate unit by unit, so the other plans are only simulated by whole stages.
 """
+MIN_SIMULATED = 3
+"""Minimum number of plans that are simulated unit by unit."""
+MAX_WORK = 60_000
+"""No further plan is simulated unit by unit after the plans so far have taken more than this `_simulation_work`."""
 UNTRIED_RATIO = 0.95
-"""Assumed ratio of the unit-by-unit time to the stage estimate, for a family (`plan_family`) without a simulated plan.
+"""Assumed ratio of the time by units to the time by stages, for a family of plans (`plan_family`) of which none was
+simulated by units.
 
-Of 175 random plans nine in ten had 0.99 to 1.01; of 120 on networks that expose all traffic, 0.96 to 1.04.
+Nine in ten of 175 random plans had a ratio of 0.99 to 1.01; on networks that expose all traffic, nine in ten of 120 had
+0.96 to 1.04.
 """
 SIBLING_RATIO = 0.97
-"""The same ratio for a family whose sibling has a simulated plan, as a factor on the sibling's ratio or on 1, whichever is less.
+"""The same for a family whose sibling has a plan that was simulated by units: a factor on the sibling's ratio, or on 1
+if that is less.
 
-Siblings are two families that differ in one thing: the plans of one have replicas, those of the other have none.
+Two families are siblings if they differ in one thing: the plans of one have replicas, the plans of the other have none.
 """
 FEWEST_SLOW = 4
+"""If at least this many families of a wider family were all slower than estimated, the others are expected to be slower
+too.
+"""
 SLOW_RATIO = 0.9
-"""Families of a wider family that must be slower than estimated before the others are expected to be, and their factor."""
+"""The expected ratio of the others, relative to the least ratio of these families."""
 ROOMY_SHARE = 0.93
-"""Share of the usable memory above which a pipeline with virtual stages counts as crowded.
+"""A pipeline with virtual stages counts as crowded if it needs more than this share of the usable memory.
 
-Fragmentation costs these pipelines an eighth more memory (on 4 H200s: 107 GiB instead of 95 GiB). Other plans ran at full speed with all
-of the memory in use.
+Fragmentation costs these pipelines an eighth more memory (on 4 H200s: 107 GiB instead of 95 GiB). Other plans ran at
+full speed with all memory in use.
 """
 SAME_TIME_TOLERANCE = 0.01
-"""Relative difference of predicted step times below which the planner takes the simpler plan."""
+"""If the predicted step times of two plans differ by at most this share, the planner chooses the simpler plan."""
 
 
 def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget: int | None) -> Plan:
-    """The plan of the point at `index`, with the fewest low-memory layers that fit into `budget` bytes.
+    """Return the plan of the point `index`, with the fewest low-memory layers with which it fits into `budget` bytes.
 
-    All layers are low-memory where no number of them fits. `budget` is the usable memory of a device; None if unknown.
-
-    Raises ValueError when the pinned stages are not in the schedule's order.
+    `budget` is the usable memory of a device; None if it is not known. If the plan does not fit with any number of
+    low-memory layers, all layers are low-memory. Raises ValueError if pinned stages are not in the order of the
+    schedule.
     """
     mesh = points.meshes[points.mesh[index]]
     cluster = run.cluster
@@ -104,6 +109,11 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
     used = tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard")
     shards = mesh.size("shard") * mesh.context
     precision = precision_of(run)
+    options: dict[str, Any] = {
+        **transport_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
+        "compile": compiles(run),
+        **plan_fields(pins),
+    }
     plan = Plan(
         mesh=used,
         batch=BatchPlan(
@@ -116,12 +126,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         samples=sample_plan(run, precision),
         layers=pins.layers or (strategy.layer(strategy.high_memory),),
         precision=precision,
-        **transport_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
-        offload_fraction=offload_fraction_of(run),
-        offload_staging=offload_staging_of(run),
-        accumulation=accumulation_of(run),
-        mlp_tile=mlp_tile_of(run),
-        compile=compiles(run),
+        **options,
     )
     if not pins.layers and strategy.high_memory != strategy.low_memory:
         plan = _with_fewest_low_memory_layers(run, plan, strategy, budget)
@@ -129,9 +134,10 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
 
 
 def with_least_offloaded(run: RunSpec, plan: Plan, budget: int | None) -> Plan:
-    """The plan with the least share of its offloaded optimizer state in host memory with which it fits, in thousandths.
+    """Return the plan with the smallest share of its offloaded optimizer state in host memory with which it fits, in
+    thousandths.
 
-    At most the share that it has. The share is 1 where no state is offloaded.
+    The share is at most the plan's own share. It is 1 if no state is offloaded.
     """
     if not any(layer.optimizer_offloaded for layer in plan.layers):
         return replace(plan, offload_fraction=1.0)
@@ -150,7 +156,10 @@ def with_least_offloaded(run: RunSpec, plan: Plan, budget: int | None) -> Plan:
 
 
 def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> ExpertPlan | None:
-    """How experts are spread, with the pinned exchange and copies; a policy without slots gets as many as a rank owns experts."""
+    """Return how experts are divided, with the pinned exchange, placement and copies; None for a dense model.
+
+    If a policy is pinned without a number of slots, a rank has as many slots as it has own experts.
+    """
     if not run.model.experts:
         return None
     plan = ExpertPlan(expert=expert, expert_shard=expert_shard)
@@ -182,7 +191,10 @@ def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> E
 
 
 class PlanEstimator:
-    """Simulates plans by whole stages (fast) or by units, i.e. blocks (exact); both share the timing of a plan's actions."""
+    """Simulates plans by whole stages (fast) or by units, which are blocks (exact).
+
+    Both use the same times of a plan's actions.
+    """
 
     def __init__(self, run: RunSpec) -> None:
         self.run = run
@@ -190,7 +202,7 @@ class PlanEstimator:
         self._estimates: dict[Plan, Candidate] = {}
 
     def by_stages(self, plan: Plan) -> Candidate:
-        """The plan with predictions from whole stages."""
+        """Return the plan with predictions from a simulation by whole stages."""
         if plan.without_prediction not in self._estimates:
             timing = self._timings[plan.without_prediction] = timing_of(
                 self.run.model, self.run.train, plan, self.run.cluster
@@ -200,19 +212,27 @@ class PlanEstimator:
         return self._estimates[plan.without_prediction]
 
     def by_units(self, candidate: Candidate) -> Candidate:
-        """The candidate, already estimated by stages, with predictions from a unit-by-unit simulation."""
+        """Return a candidate, which was estimated by stages before, with predictions from a simulation by units."""
         timing = self._timings[candidate.plan.without_prediction]
         return replace(candidate, plan=reprice(self.run, candidate.plan, timing=timing), simulated=True)
 
 
 class Ranking:
-    """Plans by expected step time: their estimates, corrected by the plans of their families whose times are known.
+    """Orders plans by their expected step time.
 
-    A plan has a family at each of several levels, the narrowest first. The estimates of a family deviate by a similar factor, so the ratio
-    of actual to estimated time of the family's last plan corrects the estimates of the others. A plan takes the last ratio of its
-    narrowest family with a known plan, times the factor of that level (`factors`, 1 for the first level). Ratios of the widest families
-    count as at most 1, unless `FEWEST_SLOW` families of the next level in one were all slower than estimated: then it is `SLOW_RATIO` times
-    the least of their ratios. Where no family has a known plan, the ratio is `default_ratio`.
+    That is the estimate, corrected by plans of the same families whose time is known.
+
+    A plan has one family at each of several levels, the narrowest level first. The estimates of a family deviate by a
+    similar factor. So the ratio of known to estimated time of the family's last plan corrects the estimates of the
+    others:
+
+    - The narrowest family of the plan with a known plan gives the ratio, times the factor of its level (`factors`).
+    - A ratio of a widest family counts as at most 1. But if at least `FEWEST_SLOW` families of the next narrower level
+      in it were all slower than estimated, the ratio is `SLOW_RATIO` times the least of their ratios.
+    - If no family of the plan has a known plan, the ratio is `default_ratio`.
+
+    Example with one level: the plans of a family are estimated to take 1.0 and 1.1 seconds. The first one is simulated
+    and takes 0.98 seconds. So the second one is expected to take 1.1 · 0.98 = 1.08 seconds.
     """
 
     def __init__(
@@ -243,10 +263,14 @@ class Ranking:
         tolerance: float = SAME_TIME_TOLERANCE,
         efforts: np.ndarray | None = None,
     ) -> Iterator[int]:
-        """Indices of untried plans, of those in the mask `among`, the most promising first, each after `seconds(index)` was called.
+        """Yield the indices of plans that were not tried, the most promising first.
 
-        Plans of infinite seconds are left out. Ends after plans that took `min_effort` at the first whose expected time exceeds the fastest
-        of `among` by more than the share `tolerance`. A plan takes 1 unless `efforts` says otherwise.
+        `seconds(index)` is called before an index is yielded.
+
+        Only plans in the mask `among` are considered. Plans whose seconds are infinite are not yielded. The iteration
+        ends at the first plan whose expected time exceeds the fastest of `among` by more than the share `tolerance`,
+        but not before plans with a total effort of `min_effort` were yielded. The effort of a plan is 1, or its number
+        in `efforts`.
         """
         among = np.ones(len(self.estimate), bool) if among is None else among
         effort = 0.0
@@ -263,7 +287,10 @@ class Ranking:
                 yield index
 
     def _learn(self, index: int) -> None:
-        """Record the ratio of the plan at `index` for its families; a plan without seconds only says that they were tried."""
+        """Record the ratio of the plan `index` for its families.
+
+        If it has no seconds, only record that its families were tried.
+        """
         ratio = self.seconds[index] / self.estimate[index]
         numbers = [families[index] for families in self.families]
         if ratio == inf:
@@ -277,6 +304,7 @@ class Ranking:
             ratios[number] = ratio
 
     def _expected(self) -> np.ndarray:
+        """Return the expected seconds of all plans."""
         slow = (self.known_families >= FEWEST_SLOW) & (self.least_ratio > 1)
         widest = self.factors[-1] * np.minimum(1.0, self.ratios[-1])
         widest = np.where(slow, np.maximum(widest, SLOW_RATIO * self.least_ratio), widest)
@@ -288,7 +316,7 @@ class Ranking:
 
 
 def _number_by_first_appearance(values: Sequence[object]) -> np.ndarray:
-    """For each value the number of its first appearance among the distinct values.
+    """Return for each value its number among the different values, in the order of their first appearance.
 
     Equal values have equal numbers:
 
@@ -300,7 +328,9 @@ def _number_by_first_appearance(values: Sequence[object]) -> np.ndarray:
 
 
 def simulate_leading(estimator: PlanEstimator, estimated: Iterable[Candidate]) -> list[Candidate]:
-    """All candidates: the most promising simulated by units, the fastest first, then the others as estimated."""
+    """Return all candidates: first the most promising ones, simulated by units, the fastest first, and then the others
+    as estimated.
+    """
     distinct = {candidate.plan.without_prediction: candidate for candidate in estimated}
     seconds_of = partial(compared_seconds, estimator.run)
     ranked = sorted(distinct.values(), key=seconds_of)
@@ -328,28 +358,28 @@ def simulate_leading(estimator: PlanEstimator, estimated: Iterable[Candidate]) -
 
 
 def plan_family(plan: Plan) -> tuple[object, ...]:
-    """Key of plans with the same pipeline, tensor and context sizes and the same schedule."""
+    """Return a key that is the same for plans with the same pipeline, tensor and context sizes and the same schedule."""
     axes = ("pipeline", "tensor", "context_ring", "context_ulysses")
     return (*(plan.axis_size(axis) for axis in axes), plan.schedule.name)
 
 
 def fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates in the order of their seconds, those simulated by units first."""
+    """Return the candidates in the order of their seconds, those that were simulated by units first."""
     return sorted(candidates, key=lambda candidate: (not candidate.simulated, candidate.seconds))
 
 
 def same_layout(first: Plan, other: Plan) -> bool:
-    """Whether two plans are the same apart from predictions and reasons."""
+    """Return whether two plans are the same apart from predictions and reasons."""
     return first.without_prediction == other.without_prediction
 
 
 def is_large(run: RunSpec, plan: Plan) -> bool:
-    """Whether a simulation of the plan by units takes long."""
+    """Return whether a simulation of the plan by units takes long."""
     return _simulation_work(plan, run.model.layers) > MAX_WORK
 
 
 def _simulation_work(plan: Plan, layers: int) -> int:
-    """Work of a unit-by-unit simulation: layers × simulated micro-batches × pipeline ranks."""
+    """Return the work of a simulation by units: layers × simulated micro-batches × pipeline ranks."""
     ranks = plan.axis_size("pipeline")
     return ranks * min(plan.batch.accumulate, most_played(ranks)) * layers
 
@@ -360,10 +390,11 @@ def simplest(
     penalty: Callable[[Plan], float] = lambda plan: 1.0,
     fragile: Callable[[Plan], bool] = lambda plan: False,
 ) -> Candidate:
-    """The simplest of the plans whose step time is within `SAME_TIME_TOLERANCE` of the fastest.
+    """Return the simplest of the plans whose step time is within `SAME_TIME_TOLERANCE` of the fastest.
 
-    Plans that are not `fragile` come first, then plans with virtual stages that leave memory for fragmentation, then those with the lowest
-    `complexity`. `penalty` is a factor on the seconds of a plan.
+    Plans that are not `fragile` are preferred. Among them, plans with virtual stages are preferred if they leave memory
+    for fragmentation. Among those, the plan with the lowest `complexity` wins. `penalty` returns a factor on the
+    seconds of a plan. `budget` is the usable memory of a device in bytes.
     """
     simulated = [candidate for candidate in candidates if candidate.simulated]
     fastest = min(candidate.seconds * penalty(candidate.plan) for candidate in simulated)
@@ -393,7 +424,9 @@ def _seconds_of(candidate: Candidate) -> float:
 
 
 def complexity(plan: Plan) -> int:
-    """Number of features that a reader of the plan must understand: axes, layer strategies, recompute, offload, engines."""
+    """Return the number of features that a reader of the plan must understand: axes, layer strategies, recompute,
+    offload, copy engines.
+    """
     axes = sum(axis.size > 1 for axis in plan.mesh)
     offload_parts = {"none": 0, "activations": 2, "optimizer": 2, "both": 3}
     layer_features = sum(
@@ -415,7 +448,7 @@ def complexity(plan: Plan) -> int:
 
 
 def with_room_used(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """A plan whose layers have two settings, with as few layers of the one that needs less memory as fit into `budget` bytes."""
+    """Yield a plan whose layers have two settings, with as few layers as possible that have the low-memory setting."""
     settings = _settings(plan)
     if len(settings) == 2 and pins_of(run).layers is None and settings[0].gradients == settings[1].gradients:
         high, low = (_end(layer) for layer in settings)
@@ -423,7 +456,10 @@ def with_room_used(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pla
 
 
 def with_layers_eased(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan with as many layers as fit that recompute less than all do now, or keep weights or activations that all now give up."""
+    """Yield the plan with as many layers as fit that save less memory than all layers do now.
+
+    These layers recompute less than now, keep their gathered weights, or keep their activations on the device.
+    """
     settings = _settings(plan)
     pins = pins_of(run)
     if pins.layers is not None:
@@ -446,7 +482,7 @@ def with_layers_eased(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[
 
 
 def _settings(plan: Plan) -> list[LayerStrategy]:
-    """The distinct settings of the plan's layers, that which needs most memory first."""
+    """Return the different settings of the plan's layers, the setting that needs most memory first."""
 
     def saving(layer: LayerStrategy) -> tuple[object, ...]:
         return RECOMPUTE_MODES.index(layer.recompute), layer.reshard, get_args(Offload).index(layer.offload)
@@ -459,7 +495,7 @@ def _end(layer: LayerStrategy) -> StrategyEnd:
 
 
 def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:
-    """`plan` with the fewest low-memory layers on each pipeline rank with which it fits."""
+    """Return `plan` with the fewest low-memory layers on each pipeline rank with which it fits."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
     layers_by_rank = [[layer for stage in rank_stages for layer in stage] for rank_stages in table]
 
@@ -472,7 +508,7 @@ def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy,
 
 
 def _layers_by_range(layers: int, low_memory: Callable[[int], bool], strategy: Strategy) -> tuple[LayerStrategy, ...]:
-    """Layer strategies by range: consecutive layers with the same strategy form one range."""
+    """Return layer strategies by range. Consecutive layers with the same strategy form one range."""
     strategies = []
     for is_low_memory, group in groupby(range(layers), key=low_memory):
         indices = list(group)

@@ -25,11 +25,14 @@ from meshwright.spec.plan_keys import PlanKeys
 from meshwright.spec.run import RunSpec
 
 MAX_FIXES = 3
-"""Most changes that are suggested."""
+"""Maximum number of changes that are suggested."""
 TRIES = 32
-"""Most changes that are tried. If none helps, all tries together take a tenth of the time of a full search."""
+"""Maximum number of changes that are tried.
+
+If none helps, all tries together take a tenth of the time of a full search.
+"""
 DOUBLINGS = 6
-"""Most times that sequences are halved, or the number of nodes is doubled."""
+"""Maximum number of times that sequences are halved, or the number of nodes is doubled."""
 MEMORY_PINS = (
     "micro_batch",
     "recompute",

@@ -144,10 +144,27 @@ class LayoutSearch:
     def _leading(self, limit: float = inf) -> list[Candidate]:
         """`leading` for `run` alone; layouts that are estimated to take longer than `limit` seconds may be left out."""
         costs = SpaceCosts(self.run, self.pricing, self.space)
+        candidates, tried = self._fitting(costs, MAX_SLOWDOWN, limit)
+        if tried and not candidates and limit == inf:
+            # What fits may be much slower than what fits by the closed form only.
+            candidates, _ = self._fitting(costs, inf, limit)
+        # The closed form may overestimate memory by more than the margins.
+        plans = (
+            []
+            if candidates or limit < inf
+            else moved_to_fit(self.run, [least.plan for least in self.smallest], self.budget)
+        )
+        return candidates or [self.estimator.by_stages(plan) for plan in plans]
+
+    def _fitting(self, costs: SpaceCosts, max_slowdown: float, limit: float) -> tuple[list[Candidate], bool]:
+        """Plans that fit, and whether any layout fits by the closed form, with the largest factor on the usable memory.
+
+        The layouts take at most `max_slowdown` times as long as the fastest, or longer if all are simulated slower.
+        """
+        tried = False
         for margin in MARGINS:
-            max_slowdown = MAX_SLOWDOWN
+            memory_limit = margin * self.memory_limit
             while True:
-                memory_limit = margin * self.memory_limit
                 swept = sweep(
                     self.run,
                     self.pricing,
@@ -166,15 +183,10 @@ class LayoutSearch:
                 if needed_slowdown <= max_slowdown:
                     break
                 max_slowdown = needed_slowdown
+            tried = tried or len(swept.points) > 0
             if candidates or self.budget is None or not len(swept.points):  # with a smaller factor no other point fits
                 break
-        # The closed form may overestimate memory by more than the margins.
-        plans = (
-            []
-            if candidates or limit < inf
-            else moved_to_fit(self.run, [least.plan for least in self.smallest], self.budget)
-        )
-        return candidates or [self.estimator.by_stages(plan) for plan in plans]
+        return candidates, tried
 
     @cached_property
     def smallest(self) -> list[Candidate]:

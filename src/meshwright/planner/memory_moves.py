@@ -1,4 +1,9 @@
-"""Options of a plan that move training state to the device, or out of it: offloaded state, staging, gradient sums, tiles."""
+"""Options of a plan that move training state to the device, or out of it: offloaded state, staging, gradient sums,
+tiles.
+
+Each function that yields plans has the arguments of a `Move`: the run, the plan to change, and the usable memory of a
+device in bytes or None.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +33,23 @@ from meshwright.workload.plan_bytes import optimizer_on_host
 STEP_GB = 0.1
 """Difference of two sizes of staging that are tried, in gigabytes (10⁹ bytes)."""
 LEAST_GAIN = 0.001
-"""Relative difference of step times from which more staging counts as faster."""
+"""More staging counts as faster only if the step time falls by more than this share."""
 LEAST_SUMS = 0.05
-"""Layouts are also searched with gradient sums in host memory if the sums take at least this share of a device's memory, divided over
-all ranks."""
+"""Layouts are also searched with gradient sums in host memory if the sums, divided over all ranks, take at least this
+share of a device.
+"""
 TILE = 8192
-"""Tokens of a tile: enough for full matmuls, and a gigabyte of activations for Llama-3-8B."""
+"""Tokens of a tile. They are enough for matmuls at full rate, and have a gigabyte of activations for Llama-3-8B."""
 Fits = Callable[[Plan], bool]
+"""Returns whether a plan fits into memory."""
 
 
 def state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan with the least offloaded optimizer state that fits, in thousandths of all.
+    """Yield the plan with the least offloaded optimizer state with which it fits, in thousandths of the whole state.
 
-    Also with more recomputation, offloaded activations, or weights that are freed after each use: state that stays on the device is
-    not copied, which may pay for it.
+    It is also tried with more recomputation, with offloaded activations, and with weights that are freed after each
+    use. These save device memory for state, and state on the device is not copied, which may save more time than they
+    cost.
     """
     if budget is None or run.cluster.is_cpu or not _offloads_optimizer(plan):
         return
@@ -53,14 +61,17 @@ def state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Pl
 
 
 def fraction_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
+    """Return why a part of the optimizer's state is on the devices; empty if no part is."""
     share = f"offload_fraction {plan.offload_fraction:g}: {1 - plan.offload_fraction:.0%} of the optimizer's state"
     return f"{share} fits on the devices and is not copied" if plan.offload_fraction < 1 else ""
 
 
 def staging(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan, also with more recomputation, with the least staging that is about as fast as all that fits.
+    """Yield the plan with the least staging that is about as fast as the largest staging that fits; also with more
+    recomputation.
 
-    Only where a pin keeps state in host memory: else free memory holds state that is never copied, which is better.
+    Only if a pin keeps state in host memory. Otherwise, free device memory is better used for state that is then never
+    copied.
     """
     if budget is not None and pins_of(run).offload_fraction and not run.cluster.is_cpu and _offloads_optimizer(plan):
         for layers in with_more_recompute(run, plan):
@@ -68,6 +79,7 @@ def staging(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
 
 
 def staging_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
+    """Return why the plan has staging; empty if it has none."""
     gigabytes = (
         f"offload_staging {plan.offload_staging:g}: so many gigabytes of the optimizer's state are fetched before"
     )
@@ -76,9 +88,10 @@ def staging_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
 
 
 def sums_on_host(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan with gradient sums in host memory: as it is if it does not fit, else with less recomputation.
+    """Yield the plan with gradient sums in host memory: the plan as it is if it does not fit, otherwise with less
+    recomputation.
 
-    Only on devices with memory of their own, and for a plan that sums shards.
+    Only on devices that have their own memory, and for a plan that sums gradient shards.
     """
     pins = pins_of(run)
     last = plan.layers[-1]
@@ -92,7 +105,9 @@ def sums_on_host(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]
 
 
 def with_sums_on_host(run: RunSpec) -> RunSpec | None:
-    """`run` with gradient sums in host memory pinned; None where its pins exclude that, or sums take little of a device's memory."""
+    """Return `run` with gradient sums in host memory pinned; None if its pins exclude that, or if the sums take little
+    of a device's memory.
+    """
     pins = pins_of(run)
     memory = run.cluster.memory_bytes()
     if run.cluster.is_cpu or memory is None or pins.gradients == "whole":
@@ -104,6 +119,7 @@ def with_sums_on_host(run: RunSpec) -> RunSpec | None:
 
 
 def sums_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
+    """Return why gradient sums are in host memory; empty if they are not."""
     if plan.accumulation != "host":
         return ""
     on_device = replace(plan, accumulation="device")
@@ -112,7 +128,9 @@ def sums_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
 
 
 def with_tiles(run: RunSpec) -> RunSpec | None:
-    """`run` with tiles of feed-forward networks pinned; None where its pins decide otherwise, or sequences have few tiles."""
+    """Return `run` with tiles of feed-forward networks pinned; None if its pins exclude that, or if a sequence has less
+    than two tiles.
+    """
     pins = pins_of(run)
     model = run.model
     dense = any(not model.routed(layer) for layer in range(model.layers))
@@ -129,6 +147,7 @@ def with_tiles(run: RunSpec) -> RunSpec | None:
 
 
 def tile_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
+    """Return why feed-forward networks are computed in tiles; empty if they are not."""
     if not plan.mlp_tile:
         return ""
     whole = replace(plan, mlp_tile=0)
@@ -137,9 +156,9 @@ def tile_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
 
 
 def with_more_recompute(run: RunSpec, plan: Plan) -> list[tuple[LayerStrategy, ...]]:
-    """The plan's layers as they are, and with each recompute mode that keeps fewer activations.
+    """Return the plan's layers as they are, and with each recompute mode that saves fewer activations.
 
-    Only as they are where a pin decides.
+    If a pin decides recompute, only the layers as they are.
     """
     pins = pins_of(run)
     if pins.recompute is not None or pins.layers is not None:
@@ -150,13 +169,17 @@ def with_more_recompute(run: RunSpec, plan: Plan) -> list[tuple[LayerStrategy, .
 
 
 def _with_recompute(layer: LayerStrategy, mode: Recompute) -> LayerStrategy:
-    """The layers with `mode` if it keeps fewer activations than their own mode."""
+    """Return the layers with `mode` if it saves fewer activations than their own mode."""
     keeps_fewer = RECOMPUTE_MODES.index(mode) > RECOMPUTE_MODES.index(layer.recompute)
     return replace(layer, recompute=mode) if keeps_fewer else layer
 
 
 def _with_all_activations_offloaded(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
-    """The layers of a plan that offloads the activations of some, with those of all that offload their optimizer."""
+    """Yield layers in which all that offload their optimizer also offload their activations.
+
+    Only for a plan in which some of them do so already.
+
+    """
     pins = pins_of(run)
     if pins.offload is not None or pins.layers is not None or not any(layer.offload == "both" for layer in plan.layers):
         return
@@ -165,7 +188,7 @@ def _with_all_activations_offloaded(run: RunSpec, plan: Plan) -> Iterator[tuple[
 
 
 def _with_all_freed(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, ...]]:
-    """The layers of a plan that keeps gathered weights, with all weights freed after each use."""
+    """Yield the layers of a plan that keeps gathered weights, with all weights freed after each use."""
     pins = pins_of(run)
     keeps = gathers_weights(plan) and not all(layer.reshard for layer in plan.layers)
     if pins.reshard is None and pins.layers is None and keeps:
@@ -173,9 +196,9 @@ def _with_all_freed(run: RunSpec, plan: Plan) -> Iterator[tuple[LayerStrategy, .
 
 
 def _joined(layers: Iterable[LayerStrategy]) -> tuple[LayerStrategy, ...]:
-    """The layers as one range where they are all alike.
+    """Return the layers, as one range if all have the same strategy.
 
-    Two ranges that are alike are one:
+    Two ranges with the same strategy become one:
 
     >>> len(_joined([LayerStrategy(range="0-15"), LayerStrategy(range="16-31")]))
     1
@@ -190,10 +213,11 @@ def _offloads_optimizer(plan: Plan) -> bool:
 
 
 def _with_staging(run: RunSpec, plan: Plan, budget: int) -> Iterator[Plan]:
-    """The plan with the smallest size whose step time is within `LEAST_GAIN` of that at the largest size that fits.
+    """Yield the plan with the least staging whose step time is within `LEAST_GAIN` of the step time with the largest
+    staging that fits.
 
-    Yields nothing if that is the size of the buffers that exist in any case, or if no size fits. Both bisections are valid because with
-    more staging a device needs more memory, and a step is never slower.
+    Nothing is yielded if that is the size of the buffers that exist in any case, or if no size fits. With more staging,
+    a device needs more memory and a step is never slower. So both sizes can be found by bisection.
     """
     bytes_per_rank = optimizer_on_host(run.model, plan, 1) / plan.ranks
     first = ceil(staging_bytes(0.0, plan.precision) / GB / STEP_GB)

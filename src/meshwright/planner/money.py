@@ -16,6 +16,8 @@ from meshwright.spec.job import MOST_VALIDATION_TOKENS
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
+OWN_CURRENCY = "costs "
+"""Unit of a price that the user gave: its currency is not known."""
 FORWARD_SHARE = 1 / 3
 """Seconds of an evaluation relative to a step on the same number of tokens: it has only the forward."""
 
@@ -30,6 +32,11 @@ class Rate:
     """Where the value comes from, or why it is not known."""
     unit: str = ""
     """What is written in front of the number: the currency, or "costs " for a price in the user's own currency."""
+
+    @property
+    def currency(self) -> str:
+        """Before a number of a table whose head says that it is a cost."""
+        return "" if self.unit == OWN_CURRENCY else self.unit
 
 
 @dataclass(frozen=True)
@@ -48,14 +55,19 @@ class Expense:
     training_share: float
     """Share of the time in which the run trains."""
     money_per_million_tokens: float | None
+    """Money for a million tokens."""
     kwh_per_million_tokens: float | None
+    """Energy for a million tokens in kWh."""
     tokens: float | None
     """Number of tokens of the whole training. If it is None, the fields below are None too, except `low` and `high`."""
     days: float | None
+    """Days of the whole training."""
     gpu_hours: float | None
     """Number of devices times hours of the whole training."""
     money: float | None
+    """Money of the whole training."""
     kwh: float | None
+    """Energy of the whole training in kWh."""
     low: float | None = None
     """Lower end of the 80% band of days, GPU-hours, money and energy, as a factor on them.
 
@@ -70,9 +82,9 @@ def price_of(cluster: ClusterSpec, asked: float | None = None) -> Rate:
     table's.
     """
     if asked is not None:
-        return Rate(asked, "--price", "costs ")
+        return Rate(asked, "--price", OWN_CURRENCY)
     if cluster.price_per_gpu_hour is not None:
-        return Rate(cluster.price_per_gpu_hour, "cluster.price_per_gpu_hour", "costs ")
+        return Rate(cluster.price_per_gpu_hour, "cluster.price_per_gpu_hour", OWN_CURRENCY)
     if cluster.groups:
         return Rate(None, "nodes of several kinds: cluster.price_per_gpu_hour states their mean")
     if (price := PRICES.get(cluster.gpu)) is None:

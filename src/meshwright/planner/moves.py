@@ -1,7 +1,9 @@
-"""Options of a plan that the search decides one at a time: a list of moves, and the loop that tries them on the fastest plans.
+"""Options of a plan that the search decides one at a time: a list of moves, and the loop that tries them on the fastest
+plans.
 
-The sweep decides mesh, micro-batch, schedule and layer strategies of all layouts. Everything else is a `Move`: plans that differ from a
-plan in one option. The loop keeps those that fit and are fast. A new option of the search is one entry of `MOVES`.
+The sweep decides mesh, micro-batch, schedule and layer strategies of all layouts. Everything else is a `Move`: it makes
+plans that differ from a given plan in one option. The loop keeps the plans that fit and are fast. A new option of the
+search is one more entry of `MOVES`.
 """
 
 from __future__ import annotations
@@ -43,52 +45,66 @@ from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, Copy
 from meshwright.workload.groups import gathers_weights, shard_size
 
 MAX_STARTS = 3
-MANY_STARTS = 6
-MAX_TRIED = 2
-"""Fastest plans of unlike kinds on which a move is tried, and on which one is tried that moves state out of the device or back, as what
-that gains differs most between plans; large plans are tried alone. The third is the most plans of a move from each that are simulated by
-units.
+"""Maximum number of plans on which a move is tried: the fastest plans of different kinds.
+
+Of large plans only the chosen one is tried.
 """
+MANY_STARTS = 6
+"""The same for a move that takes state off the device or puts it back, because its gain differs most between plans."""
+MAX_TRIED = 2
+"""Maximum number of plans that a move makes from one plan and that are simulated by units."""
 MOVE_SLOWDOWN = 1.05
-"""Factor on a plan's estimated step time up to which a move of it is simulated by units."""
+"""A plan that a move makes is simulated by units if its estimated step time is below the step time of the chosen plan
+times this factor.
+"""
 
 
 def no_plans(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """No plans: the option is decided elsewhere."""
+    """Yield no plans, for an option that is decided elsewhere."""
     yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move(PlanOption):
-    """An option that the search decides on plans of the fastest layouts: its candidates, and how the choice is explained."""
+    """An option that the search decides on the plans of the fastest layouts: how its plans are made, and how the choice
+    is explained.
+    """
 
     plans: Callable[[RunSpec, Plan, int | None], Iterable[Plan]] = no_plans
-    """The plan with other values of the option where it may have them; the last argument is the usable memory of a device."""
+    """Makes plans with other values of the option. The last argument is the usable memory of a device in bytes."""
     pinned: Callable[[RunSpec], RunSpec | None] = lambda run: None
-    """The run with the option pinned, for another search where nothing fits; None where that would not help."""
+    """Returns the run with the option pinned, for another search if nothing fits; None if that would not help."""
     beside: Callable[[Points], np.ndarray] | None = None
-    """Selects layouts that are also searched with the option pinned, if the fastest plan takes time to save memory: the option may take
-less time."""
+    """Chooses layouts that are also searched with the option pinned.
+
+    That happens if the fastest plan spends time to save memory, because the option may spend less time.
+    """
     value: Callable[[Plan], object] | None = None
-    """The option's value in a plan; sentences compare it with those of other plans."""
+    """Returns the value of the option in a plan. Sentences compare it with the values in other plans."""
     why: Callable[[RunSpec, Plan, Fits], str] = lambda run, plan, fits: ""
-    """A sentence about the option in a plan, given whether plans fit; empty where there is nothing to say."""
+    """Returns a sentence about the option in a plan; empty if there is nothing to say.
+
+    The last argument returns whether a plan fits.
+    """
     starts: int = MAX_STARTS
+    """Maximum number of plans on which the move is tried."""
     slowdown: float = MOVE_SLOWDOWN
     """Factor on the chosen plan's estimated seconds up to which plans of the move are simulated by units."""
 
 
 def other_gradients(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan with `gradients` toggled between whole and shard."""
+    """Yield the plan with the other value of `gradients`: whole instead of shard, or shard instead of whole."""
     if shard_size(plan) > 1 and plan.batch.accumulate > 1 and not plan.layered:
         other: Gradients = "shard" if plan.layers[0].gradients == "whole" else "whole"
         yield replace(plan, layers=tuple(replace(layer, gradients=other) for layer in plan.layers))
 
 
 def other_reshard(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
-    """The plan with `reshard` toggled; if it then does not fit, with as many layers that save memory otherwise as it needs.
+    """Yield the plan with the other value of `reshard`.
 
-    Weights are not freed where nothing else saves memory: gathering them again would only take time.
+    If it then does not fit, as many layers as needed save memory in another way.
+
+    Weights are not freed if nothing else in the plan saves memory: gathering them again would only cost time.
     """
     saves = any(layer.reshard or layer.recompute != "none" or layer.offload != "none" for layer in plan.layers)
     if saves and gathers_weights(plan) and len({layer.reshard for layer in plan.layers}) == 1:
@@ -97,7 +113,7 @@ def other_reshard(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan
 
 
 def reshard_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
-    """Why weights are gathered, or cast on one rank, again for the backward."""
+    """Return why weights are gathered again for the backward, or on a single rank cast again; empty if they are not."""
     resharded = [layer for layer in plan.layers if layer.reshard]
     if not resharded or not gathers_weights(plan):
         return ""
@@ -110,7 +126,10 @@ def reshard_reason(run: RunSpec, plan: Plan, fits: Fits) -> str:
 
 
 def _kernels(option: CopyOption) -> Move:
-    """The move from a copy engine to NCCL kernels, which need no window: the device memory that peers map for copies."""
+    """Return the move from copy engines to NCCL kernels for one transfer.
+
+    Kernels need no window. A window is device memory that other ranks map for copies.
+    """
 
     def plans(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
         if option in copied_options(plan):
@@ -159,9 +178,11 @@ def with_moves(
     budget: int | None,
     moves: Sequence[Move] = MOVES,
 ) -> list[Candidate]:
-    """The candidates and the plans that moves make of the chosen and the fastest of them: those that fit and may be fast.
+    """Return the candidates, and the plans that moves make from the chosen and the fastest of them, if they fit and may
+    be fast.
 
-    A move starts from what earlier moves found. Its fastest plans by estimate are kept, and simulated by units where they may be fast.
+    Each move also starts from what earlier moves found. Its plans with the best estimates are kept, and simulated by
+    units if they may be fast.
     """
     found = fastest_first(candidates)
     tried = {candidate.plan.without_prediction for candidate in found if candidate.simulated}
@@ -180,7 +201,10 @@ def with_moves(
 def _starts(
     run: RunSpec, move: Move, chosen: Candidate, candidates: Sequence[Candidate], budget: int | None
 ) -> list[list[Plan]]:
-    """The plans of a move from each of the leading kinds of candidates; if it changes none of them, from the fastest that it changes."""
+    """Return the plans of a move from each of the leading kinds of candidates.
+
+    If the move changes none of them, return its plans from the fastest other candidate that it changes.
+    """
     kinds = {_kind(chosen.plan): chosen}
     for candidate in candidates:
         if candidate.simulated:
@@ -193,7 +217,10 @@ def _starts(
 
 
 def _kind(plan: Plan) -> object:
-    """Key of plans from which a move makes plans that are about as fast: the fastest of them is enough of a start."""
+    """Return a key that is the same for plans of one kind.
+
+    A move makes plans of similar speed from them, so the fastest of them is enough.
+    """
     return (
         plan_family(plan),
         plan.batch.micro_batch,
@@ -203,13 +230,13 @@ def _kind(plan: Plan) -> object:
 
 
 def _fastest(estimator: PlanEstimator, plans: Sequence[Plan]) -> list[Candidate]:
-    """The plans with the best estimates, as far as these cannot be told apart."""
+    """Return the plans with the best estimates whose times cannot be distinguished."""
     estimates = sorted(map(estimator.by_stages, plans), key=lambda candidate: candidate.seconds)[:MAX_TRIED]
     return [estimate for estimate in estimates if estimate.seconds < (1 + SAME_TIME_TOLERANCE) * estimates[0].seconds]
 
 
 def moved_to_fit(run: RunSpec, plans: Sequence[Plan], budget: int | None) -> list[Plan]:
-    """Those of the plans and of what moves make of them that fit."""
+    """Return the plans that fit, of `plans` and of what moves make from them."""
     moved = [plan for move in MOVES if move.free(run) for start in plans for plan in move.plans(run, start, budget)]
     return [
         plan for plan in dict.fromkeys(plan.without_prediction for plan in (*plans, *moved)) if fits(run, plan, budget)
@@ -217,7 +244,9 @@ def moved_to_fit(run: RunSpec, plans: Sequence[Plan], budget: int | None) -> lis
 
 
 def searched_beside(run: RunSpec, fastest: Plan, trainable: bool) -> Iterator[tuple[RunSpec, Points]]:
-    """The run with each option pinned that may save memory in less time than the fastest plan does, and the layouts for it."""
+    """Yield the run with an option pinned that may save memory in less time than the fastest plan does, and the layouts
+    for it.
+    """
     saves = offloads(fastest) or any(layer.recompute in RECOMPUTES_MATMULS for layer in fastest.layers)
     for move in MOVES if saves else ():
         pinned = move.pinned(run) if move.beside and move.free(run) else None
@@ -228,7 +257,7 @@ def searched_beside(run: RunSpec, fastest: Plan, trainable: bool) -> Iterator[tu
 
 
 def relaxed_runs(run: RunSpec) -> Iterator[RunSpec]:
-    """The run with each option pinned that may let a plan fit where none does."""
+    """Yield the run with an option pinned that may let a plan fit if none fits."""
     for move in MOVES:
         relaxed = move.pinned(run) if move.free(run) else None
         if relaxed is not None:
@@ -237,23 +266,29 @@ def relaxed_runs(run: RunSpec) -> Iterator[RunSpec]:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A restriction of a layout, with which other layer strategies may fit: also tried where it may be about as fast."""
+    """A restriction of a layout with which other layer strategies may fit.
+
+    It is also tried if it may be about as fast.
+    """
 
     points: Callable[[RunSpec, Points], Points | None]
-    """The layouts with the restriction; None where pins exclude it."""
+    """Returns the layouts with the restriction; None if pins exclude it."""
     applies: Callable[[Points, Points, int, Plan | None], bool]
-    """Given layouts, restricted layouts, an index and the plan of that layout that fits (None: no plan fits), whether to try it."""
+    """Returns whether to try it, from all layouts, the restricted layouts, the index of a layout, and its plan that
+    fits (None: no plan fits).
+    """
     slowdown: float
-    """Greatest factor between the plan and the fastest of all, for the restricted plan to be tried too."""
+    """The restricted plan is only tried if the layout's plan takes at most this factor longer than the fastest plan."""
 
 
 def _without_offload(run: RunSpec, points: Points) -> Points | None:
+    """Return the layouts without offload; None if pins exclude that."""
     free = "none" in points.offloads and len(points.offloads) > 1 and not pins_of(run).layers
     return replace(points, offloads=("none",)) if free else None
 
 
 def _copies_differ(points: Points, kernels: Points, index: int, plan: Plan | None) -> bool:
-    """Whether the layout has copy engines, whose windows take memory, and its plan saves memory."""
+    """Return whether the layout uses copy engines, whose windows take memory, and its plan saves memory."""
     plain = PLAIN.layer(PLAIN.high_memory)
     saves = plan is None or any(replace(layer, gradients=plain.gradients) != plain for layer in plan.layers)
     return saves and any(
@@ -269,4 +304,6 @@ VARIANTS = (
     ),
     Variant(points=with_kernel_engines, applies=_copies_differ, slowdown=1.02),
 )
-"""Restrictions of a layout that are tried beside its best plan: without offload, and kernels in place of copy engines."""
+"""Restrictions of a layout that are tried in addition to its best plan: without offload, and with kernels instead of
+copy engines.
+"""

@@ -123,7 +123,10 @@ def at_size(run: RunSpec, gpus: int) -> RunSpec:
 
 
 def scaling(run: RunSpec, sizes: Sequence[int], *, trainable: bool = True) -> tuple[Point, ...]:
-    """Return the best plan for the run on each number of GPUs, with the same global batch (strong scaling)."""
+    """Return the best plan for the run on each number of GPUs, with the same global batch (strong scaling).
+
+    `trainable` is passed to `point_of`: whether only plans count that `meshwright train` can run.
+    """
     return tuple(point_of(at_size(run, gpus), trainable=trainable) for gpus in sizes)
 
 

@@ -25,9 +25,13 @@ class OptionGrid:
     """
 
     gradients: tuple[Gradients, ...]
+    """Values of `gradients`."""
     offloads: tuple[Offload, ...]
+    """Values of `offload`."""
     recomputes: tuple[Recompute, ...]
+    """Values of `recompute`."""
     reshards: tuple[bool, ...]
+    """Values of `reshard`."""
 
     @cached_property
     def options(self) -> tuple[LayerStrategy, ...]:
@@ -54,8 +58,9 @@ class OptionGrid:
 
     @cached_property
     def _columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of `Layouts` that settings decide; each has the axes of the settings, and a last axis of
-        length 1.
+        """Return the columns of `Layouts` that settings decide.
+
+        Each has the axes of the settings, and a last axis of length 1.
         """
         by_option = [strategy_columns(option) for option in self.options]
         return {

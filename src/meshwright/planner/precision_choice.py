@@ -83,6 +83,7 @@ class FormatPrice:
     experts: str
     """Name of the format of the experts; the same as `dense` for a model without experts."""
     seconds: float
+    """Predicted seconds of a step."""
     cannot_train: str
     """Why this release cannot train it; empty if it can."""
     accuracy: str

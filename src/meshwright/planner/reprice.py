@@ -1,6 +1,6 @@
-"""Predicts memory by category and the parts of a step's time for a plan on a run's cluster.
+"""Predicts memory by category and the parts of the step time, for a plan on a run's cluster.
 
-`reprice` is for comparing plans; `predict` is for printing and leaves out seconds that rest on a guess.
+`reprice` is for comparing plans. `predict` is for printing, and leaves out seconds that depend on guessed rates.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ TIMED_AXES = ("pipeline", "shard", "replicate")
 
 
 def reprice(run: RunSpec, plan: Plan, *, by_units: bool = True, timing: Timing | None = None) -> Plan:
-    """`plan` with new predictions in `predicted`.
+    """Return `plan` with new predictions in `predicted`.
 
-    Without `by_units` the step is simulated by whole stages, which is quicker, for ranking. `timing` is computed if not given. Only memory
-    is predicted where the cost model has no rates of the device. Raises BadInput when the schedule does not allow the micro-batches.
+    With `by_units` false, the step is simulated by whole stages, which is faster and is used to rank plans. `timing` is
+    computed if it is None. Only memory is predicted if the cost model has no rates of the device. Raises BadInput if
+    the schedule does not support the number of micro-batches.
     """
     run = slot_run(run, plan)
     by_category = fullest(memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu))
@@ -60,12 +61,15 @@ def reprice(run: RunSpec, plan: Plan, *, by_units: bool = True, timing: Timing |
 
 
 def predict(run: RunSpec, plan: Plan) -> Plan:
-    """`plan` with predictions for printing: only memory where the device's rates are a guess. Raises as `reprice`."""
+    """Return `plan` with predictions for printing: only memory if the device's rates are guessed.
+
+    Raises as `reprice`.
+    """
     return without_guess(run, reprice(run, plan))
 
 
 def without_guess(run: RunSpec, plan: Plan) -> Plan:
-    """`plan` without predicted seconds where they rest on guessed rates (`costs.machine_rates.is_guessed`)."""
+    """Return `plan` without predicted seconds if they depend on guessed rates (`costs.machine_rates.is_guessed`)."""
     predicted = plan.predicted
     if predicted is None or not is_guessed(run.cluster):
         return plan
@@ -75,8 +79,10 @@ def without_guess(run: RunSpec, plan: Plan) -> Plan:
 
 
 def _breakdown(run: RunSpec, plan: Plan, by_units: bool, timing: Timing) -> Breakdown:
+    """Return the parts of the step time."""
     parts = (simulated_by_units if by_units else simulated_by_stages)(run, plan, timing)
-    # The simulated compute actions contain the exposed communication of tensor, context and expert ranks, and host time.
+    # The simulated compute actions include host time, and the exposed communication of tensor, context and expert
+    # ranks.
     in_compute = dict(timing.exposed_in_compute)
     host = in_compute.pop("host", 0.0)
     exposed = in_compute | {axis: parts[axis] for axis in TIMED_AXES}

@@ -4,7 +4,7 @@ training.
 - Sampling: the serving simulator plays the requests of the rank with the longest answer. As answers end, fewer requests
   run together; while the last answers are sampled, most of the device is idle.
 - Training: the predicted step of the plan, for the rows that questions and answers fill.
-- The time of rewards is that of the user's own function, so it is not predicted.
+- The time of rewards depends on the user's own function, so it is not predicted.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class RlSeconds:
 def rl_seconds(run: RunSpec, plan: Plan, lengths: Lengths | None = None, rows: int | None = None) -> RlSeconds:
     """Return the predicted phases of a step.
 
-    `lengths` are those of a batch, by default `expected_lengths`. `rows` is the number of rows that are trained per
-    step, by default as many as the lengths fill. Raises BadInput with the reason if times cannot be predicted.
+    `lengths` are the lengths of a batch, by default `expected_lengths`. `rows` is the number of rows that are trained
+    per step, by default as many as the lengths fill. Raises BadInput with the reason if times cannot be predicted.
     """
     assert run.rl is not None
     if run.rl.exact:

@@ -12,7 +12,7 @@ from meshwright.workload.expected_lengths import LengthHistogram, mixed_histogra
 
 
 def expected_histogram(run: RunSpec) -> LengthHistogram | None:
-    """Return the histogram in the file `data.lengths`, or with `data.packing: none` that of the data.
+    """Return the histogram in the file `data.lengths`, or with `data.packing: none` the histogram of the data.
 
     None if the samples are packed or the data cannot be read. Raises BadInput if the file of lengths is invalid.
     """

@@ -47,7 +47,7 @@ def with_hybrid_ranks(run: RunSpec, memory_bytes: int | None) -> tuple[RunSpec, 
 
 
 def _reason(choice: SampleChoice) -> str:
-    """Return a sentence that compares the step time with those of other slot sizes."""
+    """Return a sentence that compares the step time with the step times of other slot sizes."""
     best, *others = choice.layouts
     longer = [
         f"{seconds_text(other.seconds - best.seconds)} longer with {slots_text(other.layout)}"

@@ -108,8 +108,9 @@ def with_hybrid_axis(run: RunSpec, plan: Plan) -> Plan:
 
 
 def sample_plan(run: RunSpec, precision: Precision) -> SamplePlan | None:
-    """Return slots that hold the longest sample, and the times of samples by the cost model; None if all samples have
-    equal length.
+    """Return slots that hold the longest sample, and the times of samples by the cost model.
+
+    The result is None if all samples have equal length.
 
     A sample of n tokens takes alpha · n² + beta · n + gamma seconds. Only the ratios of these times matter: they decide
     on which rank a sample is computed.

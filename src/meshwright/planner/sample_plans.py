@@ -97,8 +97,9 @@ def _exchange_seconds(priced: Pricing) -> float:
 
 
 def hybrid_exchange(run: RunSpec, ranks: int, heads: int) -> float:
-    """Return the seconds per token for which ranks that divide a sample exchange tokens for heads (Ulysses); infinite
-    if none do.
+    """Return the seconds per token for which ranks that divide a sample exchange tokens for heads (Ulysses).
+
+    The result is infinite if none do.
 
     `heads` is the number of key/value heads on one of the `ranks`. A sample may be divided over any number of ranks
     that divides the heads. In a cluster of several nodes, the ranks of a sample are assumed to be on two nodes. If
@@ -108,7 +109,7 @@ def hybrid_exchange(run: RunSpec, ranks: int, heads: int) -> float:
     ulysses = max((number for number in range(2, ranks + 1) if heads % number == 0), default=1)
     if pinned == "ring" or ulysses == 1:
         return math.inf
-    # the bytes per token do not depend on the number of other ranks
+    # The bytes per token do not depend on the number of other ranks.
     layout = SampleLayout(ulysses, EXCHANGED_TOKENS, ulysses=ulysses)
     changed, plan = plan_of(run, layout, LayerStrategy(reshard=False, gradients="whole"))
     priced = pricing(changed.model, changed.train, plan, run.cluster)
@@ -127,8 +128,9 @@ def always_exchanges(run: RunSpec) -> bool:
 
 
 def ring_seconds(run: RunSpec, plan: Plan) -> float:
-    """Return the seconds per token of the ring messages of a sample that all ranks of `plan` divide; 0 if the device's
-    rates are unknown.
+    """Return the seconds per token of the ring messages of a sample that all ranks of `plan` divide.
+
+    The result is 0 if the device's rates are unknown.
     """
     priced = pricing(run.model, run.train, plan, run.cluster)
     return 0.0 if priced is None else float(_ring_time(run, priced).seconds(np.ones(1), plan.ranks)[0])

@@ -73,6 +73,7 @@ class SoftwarePlan:
     memory_bytes: float | None = None
     """Memory of the fullest rank."""
     refused: str = ""
+    """Why there is no layout; empty if there is one."""
 
 
 def software_listed(text: str) -> tuple[TrainingSoftware, ...]:
@@ -91,7 +92,7 @@ def software_listed(text: str) -> tuple[TrainingSoftware, ...]:
 def best_with(run: RunSpec, software: TrainingSoftware, narrowest: MatmulFormat | None = None) -> SoftwarePlan:
     """Return the layout and the matmul format with the shortest step among those that fit into memory.
 
-    Formats are those of the software's published runs that the chip has. They have at least as many bits as
+    Formats occur in the software's published runs, and the chip has them. They have at least as many bits as
     `narrowest`. If `narrowest` is None, they have at least 8 bits for a run whose `plan.linear` is fp8, and only bf16
     otherwise.
     """
@@ -245,8 +246,9 @@ def _virtual_stages(layers: int, pipeline: int) -> list[int]:
 
 
 def _expert_ranks(experts: int, stage_ranks: int, software: TrainingSoftware) -> list[int]:
-    """Return the numbers of ranks over which the experts may be divided; `stage_ranks` is the number of ranks of a
-    pipeline stage.
+    """Return the numbers of ranks over which the experts may be divided.
+
+    `stage_ranks` is the number of ranks of a pipeline stage.
     """
     if not experts or not software.expert_ranks:
         return [1]

@@ -128,6 +128,7 @@ class Points:
     """Layouts ("points" of the search) as columns of shape (points,), and their meshes."""
 
     meshes: tuple[AxisSizes, ...]
+    """The different meshes of the points."""
     mesh_columns: Mapping[str, np.ndarray]
     """Columns of shape (meshes,), by name.
 
@@ -345,8 +346,9 @@ def _ring_sizes(run: RunSpec, model_ranks: int, ulysses: int) -> list[int]:
 
 
 def _expert_sizes(run: RunSpec, ranks: int, tensor: int) -> list[int]:
-    """Return the numbers of expert ranks over which the experts of a layer can be divided; tensor ranks divide the
-    experts too.
+    """Return the numbers of expert ranks over which the experts of a layer can be divided.
+
+    Tensor ranks divide the experts too.
     """
     if not run.model.experts:
         return [1]

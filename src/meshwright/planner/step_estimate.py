@@ -95,9 +95,7 @@ def _stage_simulation(run: RunSpec, plan: Plan) -> Play:
 
 
 def _is_long(plan: Plan, per_rank: tuple[int, int]) -> bool:
-    """Return whether the plan has so many micro-batches that two short steps, with `per_rank` micro-batches per rank,
-    have fewer.
-    """
+    """Return whether the plan has more micro-batches than the longer of the two short steps."""
     return plan.batch.accumulate > (per_rank[1] + 1) * _period(plan)
 
 
@@ -110,8 +108,8 @@ def _short_step(plan: Plan, timing: Timing, per_rank: int) -> tuple[Plan, Timing
     """Return the plan with fewer micro-batches, and the timing for it.
 
     It has `per_rank` micro-batches per pipeline rank, plus the remainder of the plan's number. In layered order, all
-    micro-batches together hide the collectives of a unit. So each of the fewer micro-batches takes longer, and all of
-    them together take as long as the plan's.
+    micro-batches run through a unit before the next unit, and together they hide the collectives of the unit. So each of
+    the fewer micro-batches takes longer, and all of them together take as long as the plan's micro-batches.
     """
     period = _period(plan)
     full_count = plan.batch.accumulate

@@ -33,8 +33,11 @@ class StrategyEnd:
     """One of the two settings of a strategy: for its high-memory layers, or for its low-memory layers."""
 
     reshard: bool
+    """Whether gathered weights are freed after each use."""
     recompute: Recompute
+    """Which activations are computed again in the backward."""
     offload: Offload = "none"
+    """Which tensors are in host memory."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Strategy:
     high_memory: StrategyEnd
     low_memory: StrategyEnd
     gradients: Gradients = "shard"
+    """Value of `gradients`. Both settings have it."""
 
     def layer(self, end: StrategyEnd, text: str = "all") -> LayerStrategy:
         """Return the layer strategy with the setting `end`, for the range of layers `text` such as "0-7"."""
@@ -67,6 +71,7 @@ class StrategySet:
     """The strategies that are tried, and the layer settings that occur in them."""
 
     strategies: tuple[Strategy, ...]
+    """The strategies."""
     grid: OptionGrid
     """All combinations of the settings' values."""
     high_memory: np.ndarray

@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.costs.layer_costs import LayerCosts
 from meshwright.costs.offload_costs import host_memory_bytes
 from meshwright.costs.plan_costs import Pricing
-from meshwright.costs.step import owned_params
+from meshwright.costs.step import optimizer_seconds, owned_params
 from meshwright.planner.candidate import host_budget, pins_of, precision_of
 from meshwright.planner.closed_form import (
     SpaceCosts,
@@ -248,7 +248,10 @@ def _best_strategies(
     memory_needs = _memory_needs(run, pricing, grid.layouts(layout))
     priced = _UniformCosts(seconds[:, promising], *(grid.flat(needs, len(promising)) for needs in memory_needs))
     possible = allowed & (least[:, promising] < worst)
-    uniform = _with_state_on_device(run, pricing, layout, grid, priced, memory_limit, possible, layers)
+    forward = grid.flat(cost.forward, len(points))[:, promising]
+    uniform = _with_state_on_device(
+        run, pricing, layout, grid, priced, memory_limit, possible, forward, update[:, promising]
+    )
     activation_offload = _ActivationOffloadCosts(run, pricing, layout, strategy_set, layers)
     mixed = _strategy_seconds(run, priced, uniform, strategy_set, memory_limit, activation_offload, allowed, worst)
     indices = []
@@ -331,11 +334,13 @@ def _with_state_on_device(
     priced: _UniformCosts,
     memory_limit: float,
     possible: np.ndarray,
-    layers: LayerCosts | None,
+    forward: np.ndarray,
+    update: np.ndarray,
 ) -> _UniformCosts:
     """The costs with as much of the offloaded optimizer state on the device as fits there, where a setting is `possible`.
 
-    `priced` has the costs with all of it in host memory, or the share that a pin or the hosts' memory allows.
+    `priced` has the costs with all of it in host memory, or the share that a pin or the hosts' memory allows. `forward` and `update` are
+    those of the `StepCost`; only the update depends on the share.
     """
     if pins_of(run).offload_fraction is not None:
         return priced
@@ -347,10 +352,11 @@ def _with_state_on_device(
         return priced
     part = grid.layouts(select(layout, chosen))
     part = replace(part, state_bytes=part.state_bytes * (1 - grid.spread(kept[:, chosen])))
-    seconds = priced.seconds.copy()
-    seconds[:, chosen] = grid.flat(
-        closed_form_cost(pricing, part, layers and select(layers, chosen)).seconds, len(chosen)
+    shorter = optimizer_seconds(
+        pricing.shape, pricing.machine, part, pricing.constants, grid.spread(forward[:, chosen])
     )
+    seconds = priced.seconds.copy()
+    seconds[:, chosen] += grid.flat(shorter, len(chosen)) - update[:, chosen]
     host_bytes = priced.host_bytes - run.cluster.gpus_per_node * kept * state
     return _UniformCosts(seconds, priced.bytes + kept * state, host_bytes)
 

@@ -28,6 +28,7 @@ from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fp8_limits import supports_fp8
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import BatchPlan, Plan
+from meshwright.spec.plan_keys import keys_of
 from meshwright.spec.plan_name import mesh_name
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS
@@ -52,6 +53,7 @@ class Change:
     seconds: float
     """Predicted seconds of a step with the change."""
     tokens_per_second: float
+    """Predicted tokens per second of all GPUs with the change."""
     gain: float
     """Relative increase of tokens per second: 0.1 is 10% more."""
     note: str
@@ -66,6 +68,7 @@ class _Changed:
     run: RunSpec
     start: Plan
     remark: str = ""
+    """A remark for `Change.note`."""
 
 
 def what_if(
@@ -129,8 +132,9 @@ def _twice_the_memory(run: RunSpec, plan: Plan) -> _Changed | None:
 
 
 def _bf16_replica_sums(run: RunSpec, plan: Plan) -> _Changed | None:
-    """Return the plan with gradients that are reduced over replicas in bf16; None unless replicas are on several nodes
-    and use fp32.
+    """Return the plan with gradients that are reduced over replicas in bf16.
+
+    The result is None unless replicas are on several nodes and use fp32.
     """
     crossing = any(axis.axis == "replicate" and axis.crosses == "node" and axis.size > 1 for axis in plan.mesh)
     wide = (plan.precision.reduce_replicas or plan.precision.stored) == "fp32"
@@ -141,8 +145,9 @@ def _bf16_replica_sums(run: RunSpec, plan: Plan) -> _Changed | None:
 
 
 def _fp8_matmuls(run: RunSpec, plan: Plan) -> _Changed | None:
-    """Return the plan with fp8 matmuls; None if the chip, the model or this release does not support them, or the plan
-    has them.
+    """Return the plan with fp8 matmuls.
+
+    The result is None if the chip, the model or this release does not support them, or the plan has them.
     """
     precision = plan.precision
     known = run.cluster.peak_flops("fp8") is not None
@@ -168,7 +173,7 @@ CHANGES: tuple[Callable[[RunSpec, Plan], _Changed | None], ...] = (
 
 
 def _priced(run: RunSpec, plan: Plan, fastest: Plan, changed: _Changed) -> Change | None:
-    """Return a change with its gain over `fastest`. The note names the settings that differ from those of `plan`."""
+    """Return a change with its gain over `fastest`. The note names the settings in which it differs from `plan`."""
     later = _fastest(changed.run, changed.start)
     if later is None:
         return None
@@ -218,8 +223,9 @@ def _search_plan(run: RunSpec, trainable: bool) -> Plan | None:
 
 
 def _with_more_data_ranks(run: RunSpec, plan: Plan) -> Plan | None:
-    """Return `plan` on all nodes of `run`, with more replicas, or more shard ranks if it has no replicas; None if the
-    ranks do not divide.
+    """Return `plan` on all nodes of `run`, with more replicas, or more shard ranks if it has no replicas.
+
+    The result is None if the ranks do not divide.
     """
     other_ranks = plan.ranks // plan.data_ranks
     data, remainder = divmod(run.cluster.ranks, other_ranks)
@@ -317,11 +323,7 @@ def _pin_all_but_changed(run: RunSpec, plan: Plan) -> RunSpec:
     pins |= {key: getattr(plan, key) for key in (*(option.key for option in COPY_OPTIONS), "compile")}
     pins |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
     pins |= {"offload": plan.layers[0].offload} if len({layer.offload for layer in plan.layers}) == 1 else {}
-    pins |= {"expert": plan.experts.expert} if plan.experts else {}
-    if plan.experts and plan.experts.policy != "none":
-        pins |= {f"expert_{key}": getattr(plan.experts, key) for key in ("policy", "slots", "keep", "window")}
-    if plan.experts and plan.experts.exchange != "all_to_all":
-        pins |= {f"expert_{key}": getattr(plan.experts, key) for key in ("exchange", "receive_bound")}
+    pins |= {key: value for key, value in vars(keys_of(plan)).items() if key.startswith("expert")}
     pins |= {"layers": plan.layers} if any(layer.linear for layer in plan.layers) else {}
     return replace(run, plan=replace(pins_of(run), **pins))
 

@@ -18,15 +18,15 @@ Call = Callable[[], object]
 MIN_BATCH_SECONDS = 1e-3
 """Shortest time of a batch of calls that is timed as a whole; an event itself costs microseconds."""
 MIN_BATCHES = 3
-"""Fewest batches that are timed.
+"""Minimum number of batches that are timed.
 
 Before them, three calls load kernels, open connections and touch buffers. A call that takes longer than the whole
 budget is timed once.
 """
 MAX_BATCHES = 200
-"""Most batches that are timed."""
+"""Maximum number of batches that are timed."""
 LARGEST_BATCH = 200
-"""Most calls in a batch, because the queue of the device must have space for all launches of a batch."""
+"""Maximum number of calls in a batch, because the queue of the device must have space for all launches of a batch."""
 IDLE_SECONDS = 0.3
 """Seconds for which the device idles before a burst, so that it cools down and raises its clocks."""
 BURST_SECONDS = 0.02

@@ -38,6 +38,7 @@ class GroupLayout:
     """A division of all ranks into groups of equal size."""
 
     groups: RankGroups
+    """The ranks of each group."""
     nodes: int
     """Number of nodes on which each group has ranks."""
 

@@ -27,11 +27,11 @@ BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 MATMUL_RATIO = 1.5
 """Seconds of the matmuls relative to the other operation, so that the matmuls always end later."""
 MIN_ROUNDS = 5
-"""Fewest rounds. A round times the three cases one after another, so that a drift of the clocks affects all of them
-equally.
+"""Minimum number of rounds. A round times the three cases one after another, so that a drift of the clocks affects all
+of them equally.
 """
 MAX_ROUNDS = 40
-"""Most rounds."""
+"""Maximum number of rounds."""
 
 Begin = Callable[[], Callable[[], object]]
 """Starts an asynchronous operation and returns a function that waits for its end."""
@@ -60,6 +60,7 @@ class InterferenceCase:
     """An operation that runs at the same time as matmuls, in groups of `ranks` ranks on `nodes` nodes."""
 
     op: Literal["all_gather", "reduce_scatter", "to_host"]
+    """The operation."""
     ranks: int
     nodes: int
     begin: Begin

@@ -80,7 +80,7 @@ def matmul_times(team: Team, clock: TeamClock, budget: float) -> list[MatmulTime
 def matmul_time_of(case: Case, seconds: float, burst_seconds: float) -> MatmulTime:
     """Return the time of one matmul.
 
-    The seconds are those of one call: one matmul in fp8, otherwise the three of a linear layer.
+    The arguments are seconds of one call: one matmul in fp8, otherwise the three of a linear layer.
     """
     (m, k, n), number_format = case
     matmuls_per_call = 1 if number_format == "fp8" else 3

@@ -24,7 +24,7 @@ from meshwright.spec.profile import AttentionTime, MatmulTime
 from meshwright.workload.device_work import Work
 
 ROUNDS = 5
-"""Fewest rounds; the first half of the rounds is warm-up."""
+"""Minimum number of rounds; the first half of the rounds is warm-up."""
 
 
 def mixed_times(

@@ -36,10 +36,12 @@ class Team:
 
     @property
     def ranks_per_node(self) -> int:
+        """Return the number of ranks on a node."""
         return self.world.ranks_per_node if self.world else 1
 
     @property
     def nodes(self) -> int:
+        """Return the number of nodes."""
         return self.ranks // self.ranks_per_node
 
     def finish(self) -> None:

@@ -79,8 +79,9 @@ def _collects_at_ends(plan: Plan) -> bool:
     """Return whether units are gathered before a step's first micro-batch and reduced after its last.
 
     This is needed with a hybrid axis. Its ranks run different numbers of micro-batches and wait for each other in
-    attention, so that a collective between two micro-batches could deadlock. In layered order it is not needed: all ranks
-    have the same collectives between the same units.
+    attention, so that a collective between two micro-batches could deadlock. In layered order (all micro-batches of a
+    stage run through a unit before the next unit) it is not needed: all ranks have the same collectives between the same
+    units.
     """
     return plan.axis_size("hybrid") > 1 and not plan.layered
 

@@ -583,7 +583,7 @@ class _Decodes:
     padded: bool
     """Whether the step runs as a CUDA graph, which reads all columns of the block tables."""
     in_block: int = 0
-    """For this many steps from now on, no decode begins a new block."""
+    """Number of steps from now on in which no decode begins a new cache block."""
 
 
 def _padded(array: Array, count: int, value: int) -> Array:

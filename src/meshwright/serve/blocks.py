@@ -67,9 +67,11 @@ def block_forward(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor,
         return x, moe_output(block, normed)
     x, normed = add_and_norm(x, delta, block.attention_norm, input_format(block.attention))
     if block.parallel:
-        return x, block.hooks.add_branches(block, cast("Tensor", normed), None, None)
-    x, normed = add_and_norm(x, block.attended(normed, None, None), block.mlp_norm, input_format(block.mlp))
-    return x, block.added_output(block.mlp(normed))
+        return x, block.hooks.sum_of_branches(block, cast("Tensor", normed), None, None)
+    x, normed = add_and_norm(
+        x, block.attention_branch_output(normed, None, None), block.mlp_norm, input_format(block.mlp)
+    )
+    return x, block.mlp_branch_output(block.mlp(normed))
 
 
 def moe_output(block: Block, normed: Tensor) -> Delta:
@@ -82,14 +84,15 @@ def moe_output(block: Block, normed: Tensor) -> Delta:
     alone = block.hooks.sum_ranks is unchanged and block.mlp_output_norm is None and block.residual_factor == 1
     if alone and (copies := moe.copy_outputs(normed)) is not None:
         return CopyOutputs(copies, moe.shared_output(normed))
-    return block.added_output(moe(normed, losses=False))
+    return block.mlp_branch_output(moe(normed, losses=False))
 
 
 def moe_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Tensor]:
     """Run the attention of a block with an MoE layer. Returns the residual stream after it, and the normed input of the MoE layer."""
-    rounded = None if block.parallel else input_format(block.attention)
-    x, normed = add_and_norm(x, delta, block.attention_norm, rounded)
-    attended = block.attended(normed, None, None)
+    # The MoE layer of a parallel block reads the same normed input, and reads it in the compute dtype.
+    number_format = None if block.parallel else input_format(block.attention)
+    x, normed = add_and_norm(x, delta, block.attention_norm, number_format)
+    attended = block.attention_branch_output(normed, None, None)
     if block.parallel:
         return x + attended, cast("Tensor", normed)
     x, normed = add_and_norm(x, attended, block.mlp_norm)
@@ -97,12 +100,12 @@ def moe_input(block: Block, x: Tensor, delta: Delta | None) -> tuple[Tensor, Ten
 
 
 def add_and_norm(
-    x: Tensor, delta: Delta | None, norm: Norm | None, rounded: LayerFormat | None = None
+    x: Tensor, delta: Delta | None, norm: Norm | None, number_format: LayerFormat | None = None
 ) -> tuple[Tensor, Tensor | RoundedMatrix]:
     """Return `(sum, normed)`, where sum is x + delta, or x if `delta` is None.
 
-    `normed` is the norm of the sum, or the sum itself if `norm` is None. If the format `rounded` is given, the norm also rounds `normed` to
-    it where a fused kernel exists: for a norm without bias, and if `delta` is given.
+    `normed` is the norm of the sum, or the sum itself if `norm` is None. If `number_format` is given, the norm also rounds `normed`
+    to this format where a fused kernel exists: for a norm without bias, and if `delta` is given.
     """
     if norm is None:
         if delta is not None:
@@ -111,16 +114,20 @@ def add_and_norm(
     if delta is None:
         return x, norm(x)
     if isinstance(delta, CopyOutputs):
-        if norm.bias is None and rounded:
+        if norm.bias is None and number_format:
             return quantize_add_copies_rms_norm(
-                x, *delta, norm.weight, norm.eps, rounded, plus_one=norm.plus_one, plain=norm.plain
+                x, *delta, norm.weight, norm.eps, number_format, plus_one=norm.plus_one, reference=norm.reference
             )
         if norm.bias is None:
-            return add_copies_rms_norm(x, *delta, norm.weight, norm.eps, plus_one=norm.plus_one, plain=norm.plain)
+            return add_copies_rms_norm(
+                x, *delta, norm.weight, norm.eps, plus_one=norm.plus_one, reference=norm.reference
+            )
         delta = delta.sum()
-    if norm.bias is None and rounded:
-        return quantize_add_rms_norm(x, delta, norm.weight, norm.eps, rounded, plus_one=norm.plus_one, plain=norm.plain)
+    if norm.bias is None and number_format:
+        return quantize_add_rms_norm(
+            x, delta, norm.weight, norm.eps, number_format, plus_one=norm.plus_one, reference=norm.reference
+        )
     if norm.bias is None:
-        return add_rms_norm(x, delta, norm.weight, norm.eps, plus_one=norm.plus_one, plain=norm.plain)
+        return add_rms_norm(x, delta, norm.weight, norm.eps, plus_one=norm.plus_one, reference=norm.reference)
     x = x + delta
     return x, norm(x)

@@ -216,11 +216,11 @@ class CachedAttention:
         mask: AttentionMask | None,
         *,
         sinks: Tensor | None = None,
-        plain: bool,
+        reference: bool,
     ) -> Tensor:
         """Return the attention output, `(1, tokens, heads, head_dim)` like q. k and v are `(1, tokens, kv_heads, head_dim)`.
 
-        `mask` is not used: the masks follow from the step's inputs. `plain` selects the kernels' PyTorch implementations.
+        `mask` is not used: the masks follow from the step's inputs. `reference` selects the kernels' PyTorch implementations.
         """
         q = q[0]
         k = k[0]
@@ -237,7 +237,7 @@ class CachedAttention:
             k = key_norm(k)
         if self._query_growth is not None:
             q = q * self._query_growth[positions][:, None]
-        if not plain and (decodes := self._step.host_decodes(self._group)) is not None:
+        if not reference and (decodes := self._step.host_decodes(self._group)) is not None:
             return decodes.attend(q, k, v, self._cache, sinks, self._cap)[None]
         step = self._step.inputs
         # Chunks that begin at position 0 may use the step's own keys, instead of keys from the cache. Not so with an fp8 cache and in
@@ -261,41 +261,41 @@ class CachedAttention:
             rotated_keys=keys,
             norms=self.norms,
             neighbours=self._neighbours,
-            plain=plain,
+            reference=reference,
         )
         if self._query_factor != 1 and self.rotated_norms is None:
             q = q * self._query_factor
         if self._step.at_attention is not None:
-            return self._step.at_attention(q, q.shape[-1], partial(self._attend_all, sinks, plain))[None]
+            return self._step.at_attention(q, q.shape[-1], partial(self._attend_all, sinks, reference))[None]
         if self._step.exact:
             return self._attend_exactly(q)[None]
         if self._step.invariant and q.is_cuda:
-            return self._attend_alone(q, sinks, plain)[None]
+            return self._attend_alone(q, sinks, reference)[None]
         if keys is None:
-            return self._attend_all(sinks, plain, q)[None]
+            return self._attend_all(sinks, reference, q)[None]
         count = step.context_lengths.shape[0] - len(step.prompts)
         cut = q.shape[0] - sum(step.prompts)
         out = torch.empty_like(q)
         if cut:
             tables = step.block_tables[self._group][:count]
             sequences = tables, step.context_lengths[:count], step.query_starts[: count + 1]
-            self._attend_to_cache(q[:cut], sequences, sinks, plain, out[:cut])
-        options = {"window": self._window, "sinks": sinks, "cap": self._cap, "plain": plain}
+            self._attend_to_cache(q[:cut], sequences, sinks, reference, out[:cut])
+        options = {"window": self._window, "sinks": sinks, "cap": self._cap, "reference": reference}
         prompt_attention(q[cut:], keys[cut:], v[cut:], step.prompts, out[cut:], **options)
         return out[None]
 
-    def _attend_all(self, sinks: Tensor | None, plain: bool, q: Tensor, out: Tensor | None = None) -> Tensor:
+    def _attend_all(self, sinks: Tensor | None, reference: bool, q: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the attention of all sequences of the step, with keys and values from the cache. `out` is memory for the result."""
         step = self._step.inputs
         sequences = step.block_tables[self._group], step.context_lengths, step.query_starts
-        return self._attend_to_cache(q, sequences, sinks, plain, out)
+        return self._attend_to_cache(q, sequences, sinks, reference, out)
 
     def _attend_to_cache(
         self,
         q: Tensor,
         sequences: tuple[Tensor, Tensor, Tensor],
         sinks: Tensor | None,
-        plain: bool,
+        reference: bool,
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the attention of some sequences, with keys and values from the cache.
@@ -313,7 +313,7 @@ class CachedAttention:
             scales=self._step.scales,
             sinks=sinks,
             cap=self._cap,
-            plain=plain,
+            reference=reference,
             out=out,
         )
 
@@ -355,7 +355,7 @@ class CachedAttention:
         keys, values = stored.masked_fill(missing[None, :, :, None, None], 0.0)
         return keys, values
 
-    def _attend_alone(self, q: Tensor, sinks: Tensor | None, plain: bool) -> Tensor:
+    def _attend_alone(self, q: Tensor, sinks: Tensor | None, reference: bool) -> Tensor:
         """Return the attention of each token, computed as a decode of its own.
 
         The kernel for decodes adds in an order that depends on the token's context only. So the bits are the same as if the step had no
@@ -368,7 +368,7 @@ class CachedAttention:
             part = slice(begin, begin + INVARIANT_QUERIES)
             count = len(q[part])
             step = (self._cache, tables[part], lone.context_lengths[part], lone.starts[: count + 1])
-            options = {"decodes": count, "window": self._window, "scales": self._step.scales, "plain": plain}
+            options = {"decodes": count, "window": self._window, "scales": self._step.scales, "reference": reference}
             parts.append(paged_attention(q[part], *step, **options, sinks=sinks, cap=self._cap, invariant=True))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -403,13 +403,13 @@ class CachedLatents:
     ) -> Tensor:
         """Return the attention output, `(1, tokens, heads · value_head_dim)`. See `models.latent_attention.expand_and_attend`."""
         step = self._step.inputs
-        plain = attention.plain
+        reference = attention.reference
         latent = latent[0]
         tables = self._step.ropes[self._group]
         assert tables is not None, "latent attention has rotary positions"
         q_plain, q_rotary = attention.split_queries(q[0])
         places = (tables, step.positions, self._cache, step.slots[self._group])
-        q_rotated, key = rotate_and_write_latents(q_rotary, shared_key[0], latent, *places, plain=plain)
+        q_rotated, key = rotate_and_write_latents(q_rotary, shared_key[0], latent, *places, reference=reference)
         if self._step.at_attention is not None:
             q = torch.cat((attention.absorb(q_plain), q_rotated), dim=-1)
             return attention.expand_values(
@@ -425,7 +425,7 @@ class CachedLatents:
             parts.append(self._attend_to_cache(attention, q_plain[:cut], q_rotated[:cut]))
         whole, keys, values = attention.expand(q_plain[cut:], q_rotated[cut:], latent[cut:], key[cut:])
         out = torch.empty_like(values, memory_format=torch.contiguous_format)
-        prompt_attention(whole, keys, values, prompts, out, plain=plain)
+        prompt_attention(whole, keys, values, prompts, out, reference=reference)
         parts.append(out.flatten(1))
         return torch.cat(parts)[None]
 
@@ -438,7 +438,7 @@ class CachedLatents:
         if not self._step.absorbs and step.decode_queries == 1 and step.decodes == len(step.tokens):
             return self._attend_expanded(attention, q_plain, q_rotated)
         q = attention.absorb(q_plain)
-        if not attention.plain and (decodes := self._step.host_decodes(self._group)) is not None:
+        if not attention.reference and (decodes := self._step.host_decodes(self._group)) is not None:
             scale = attention.score_scale / math.sqrt(attention.head_dim)
             sums = decodes.attend_latents(torch.cat((q, q_rotated), dim=-1), self._cache, scale)
             return attention.expand_values(sums[..., : attention.kv_rank])
@@ -467,7 +467,7 @@ class CachedLatents:
             step.query_starts[: None if sequences is None else sequences + 1],
             scale=attention.score_scale / math.sqrt(attention.head_dim),
             decodes=step.decodes if step.decode_queries == 1 else 0,
-            plain=attention.plain,
+            reference=attention.reference,
             out=out,
         )
 
@@ -496,8 +496,8 @@ def use_cached_attention(
 ) -> CurrentStep:
     """Replace the attention of all layers of `model`, and of its first `predictions` prediction modules, by attention over the cache.
 
-    `context` is the largest number of tokens of a sequence. Before each forward pass, the caller sets `inputs` of the returned object to
-    the inputs of the step.
+    `context` is the largest number of tokens of a sequence; `invariant` as in `CurrentStep`. Before each forward pass, the
+    caller sets `inputs` of the returned object to the inputs of the step.
     """
     weight = model.embed.weight
     ropes = whole_tables(cache, context, weight.dtype)
@@ -523,6 +523,7 @@ def whole_tables(cache: KVCache, context: int, dtype: torch.dtype) -> list[Rotar
     """
     positions = torch.arange(context, device=cache.tensors[0].device)
     tables = [tables_of(group.mixer.rotary, positions, dtype, context) for group in cache.groups]
+    # A table is `(1, context, 1, ·)`, for the dimensions batch, position and head.
     return [None if rope is None else tuple(table[0, :, 0] for table in rope) for rope in tables]
 
 

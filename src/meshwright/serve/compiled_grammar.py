@@ -1,4 +1,4 @@
-"""Compiles a grammar with llguidance (the extra `grammar`), within limits. It needs no torch."""
+"""Compiles a grammar with llguidance (the extra `grammar`), within limits. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ LIMITS: Mapping[str, Any] = {
 
 
 class BadGrammar(BadInput):
-    """A grammar that cannot be used: it is wrong or exceeds a limit, or the engine lacks a package or a tokenizer for
-    it.
-    """
+    """A grammar that cannot be used: it is wrong or exceeds a limit, or the engine lacks a package or a tokenizer for it."""
 
     code = "grammar"
 
@@ -38,10 +36,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """Return the grammar of JSON that is valid for a schema (an object, or its JSON).
-
-        An empty schema allows any JSON.
-        """
+        """Return the grammar of JSON that is valid for a schema (an object, or its JSON). An empty schema allows any JSON."""
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 
 

@@ -215,10 +215,10 @@ def _replace(
     number, _, path = prefix.removeprefix("layers.").partition(".")
     for name, linear in _linears(parent, weights):
         others = ranks if tensor_splits(model.spec).get(f"{path}.{name}") == "columns" else None
-        setattr(parent, name, _replacement(linear, weights, invariant, model.plain, others))
+        setattr(parent, name, _replacement(linear, weights, invariant, model.reference, others))
     if path == "mlp" and isinstance(parent, GatedMLP) and weights is not None:
         assert isinstance(parent.gate_up, QuantizedLinear) and isinstance(parent.down, QuantizedLinear)
-        fused = QuantizedGatedMLP(parent.gate_up, parent.down, gelu=parent.gelu, plain=parent.plain)
+        fused = QuantizedGatedMLP(parent.gate_up, parent.down, gelu=parent.gelu, reference=parent.reference)
         model.layers[number].add_module("mlp", fused)
 
 
@@ -266,10 +266,12 @@ def _linears(parent: nn.Module, weights: LayerFormat | None) -> list[tuple[str, 
 
 
 def _replacement(
-    linear: Linear, weights: LayerFormat | None, invariant: bool, plain: bool, ranks: dist.ProcessGroup | None
+    linear: Linear, weights: LayerFormat | None, invariant: bool, reference: bool, ranks: dist.ProcessGroup | None
 ) -> nn.Module:
     if weights is not None:
-        return QuantizedLinear(linear.weight, linear.bias, weights, invariant=invariant, plain=plain, ranks=ranks)
+        return QuantizedLinear(
+            linear.weight, linear.bias, weights, invariant=invariant, reference=reference, ranks=ranks
+        )
     return InvariantLinear(linear.weight, linear.bias)
 
 

@@ -33,8 +33,8 @@ END = "<|end of a grammar|>"
 class GrammarTokens:
     """A tokenizer's vocabulary, prepared for grammars. Preparing a large vocabulary takes some seconds.
 
-    `vocab` is the number of logits. Logits without a token of the tokenizer are never allowed. The last
-    `MOST_COMPILED` grammars in use are kept. `compile` may be called in another thread.
+    `vocab` is the number of logits. Logits without a token of the tokenizer are never allowed. The last `MOST_COMPILED`
+    grammars in use are kept. `compile` may be called in another thread.
 
     Raises BadGrammar if the extra `grammar` is not installed, or for a byte tokenizer, which llguidance cannot use.
     """
@@ -62,10 +62,7 @@ class GrammarTokens:
         self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar, end_tokens: Collection[int]) -> GrammarMatcher:
-        """Return a matcher for a new text, which ends with one of `end_tokens`.
-
-        Raises BadGrammar for a wrong grammar.
-        """
+        """Return a matcher for a new text, which ends with one of `end_tokens`. Raises BadGrammar for a wrong grammar."""
         if not end_tokens:
             raise BadGrammar("grammar: a text that follows a grammar ends with an end token; give at least one stop id")
         return GrammarMatcher(self.compile(grammar).deep_copy(), self, end_tokens)
@@ -111,6 +108,7 @@ class GrammarTokens:
             filled = np.flatnonzero(bits)
             if not len(filled):
                 break
+            # The first allowed token: the lowest bit that is set in the first byte that is not 0.
             token = int(8 * filled[0] + np.unpackbits(bits[filled[:1]], bitorder="little").argmax())
             if token == self.end or not matcher.consume_token(token):
                 break
@@ -124,6 +122,7 @@ class GrammarMatcher:
     def __init__(self, matcher: Any, tokens: GrammarTokens, end_tokens: Collection[int]) -> None:
         self._matcher = matcher
         self._tokens = tokens
+        # The 32-bit words of a bitmask that contain end tokens, and the bits of these tokens in them.
         bits = np.zeros_like(tokens.mask)
         for token in (token for token in end_tokens if 0 <= token < tokens.vocab):
             bits[token // 32] |= np.uint32(1 << token % 32).view(np.int32)
@@ -153,6 +152,8 @@ class GrammarMatcher:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
             raise BadGrammar(exceeded(self._matcher))
+        # The library's bit of `end` says whether the text may end here. It is cleared, since `end` is no token of the
+        # model.
         may_end = mask[end // 32] >> end % 32 & 1
         mask[end // 32] &= ~np.uint32(1 << end % 32).view(np.int32)
         # End tokens are allowed exactly where the text may end, whatever the grammar says about them.
@@ -174,5 +175,8 @@ class GrammarMatcher:
 
 
 def unconstrained(samples: int, vocab: int, *, pin_memory: bool = False) -> Tensor:
-    """Return a bitmask `(samples, ceil(vocab / 32))`, int32 on the host, that allows all tokens."""
+    """Return a bitmask `(samples, ceil(vocab / 32))`, int32 on the host, that allows all tokens.
+
+    With `pin_memory` it is in page-locked memory, from which copies to a GPU are asynchronous.
+    """
     return torch.full((samples, -(-vocab // 32)), -1, dtype=torch.int32, pin_memory=pin_memory)

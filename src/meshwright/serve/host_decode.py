@@ -100,7 +100,7 @@ class HostDecode:
     def supports(model: Decoder, cache: KVCache) -> bool:
         """Whether the model is on a CPU in fp32 or fp64, its layers are alike, and they have only modules that this file computes."""
         weight = model.embed.weight
-        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or model.plain:
+        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or model.reference:
             return False
         if single_decode_obstacle(model.spec) or cache.tensors[0].dtype != weight.dtype:
             return False

@@ -35,8 +35,9 @@ def load_for_engine(
     contents: bool = True,
     adapter: Path | None = None,
 ) -> Decoder:
-    """The model in `folder` with the layers that the options ask for; the other parameters as of `single_device.load_model`.
+    """Return the model in `folder` with the layers that the options ask for.
 
+    The other parameters are those of `single_device.load_model`.
     Raises OutOfResources if the weights of a quantised folder fit the device in no format.
     """
     with open_model(folder, contents=contents, predictions=predictions, adapter=adapter, device=device) as stored:
@@ -48,7 +49,10 @@ def load_for_engine(
 
 
 def planned_model(stored: StoredModel, device: torch.device, dtype: torch.dtype, options: EngineSettings) -> Decoder:
-    """The model on the meta device, with layers in 8 bits; says how the weights of a quantised folder are computed."""
+    """Return the model on the meta device, with layers in 8 bits if the options ask for them or if only these fit the device.
+
+    Writes to stderr how the weights of a quantised folder are computed.
+    """
     model = _empty(stored, device, dtype, options, options.weights)
     if stored.quantised is not None and options.weights is None and not _fits(model, device):
         model = _in_8_bits(stored, device, dtype, options, weight_bytes(model))

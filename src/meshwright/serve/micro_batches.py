@@ -103,7 +103,7 @@ def _stream(model: Decoder, inputs: StepInputs) -> Stream:
         if block.routed:
             x, normed = moe_input(block, x, delta)
             output = yield from moe_in_stages(block.moe, normed)
-            delta = block.added_output(output)
+            delta = block.mlp_branch_output(output)
         else:
             x, branch = block_forward(block, x, delta)
             assert not isinstance(branch, CopyOutputs), "a block without experts has one output"

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's tokens, in a compact form for messages between processes. It needs no torch."""
+"""Log probabilities of a prompt's tokens, in a compact form for messages between processes. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _FLOAT = "f"
-"""Type codes of `array`: fp32, and unsigned integers of 4 bytes."""
+"""Type code of `array` for fp32."""
 _INTEGER = "I"
+"""Type code of `array` for unsigned integers of 4 bytes."""
 
 
 class PromptToken(NamedTuple):
@@ -41,9 +42,7 @@ class PromptLogprobs(NamedTuple):
 
     @classmethod
     def of_bytes(cls, chosen: bytes, ranks: bytes, top_tokens: bytes, top: bytes) -> PromptLogprobs:
-        """Return the log probabilities whose arrays have these bytes: numbers of 4 bytes in this machine's byte
-        order.
-        """
+        """Return the log probabilities whose arrays have these bytes: numbers of 4 bytes in this machine's byte order."""
         return cls(array(_FLOAT, chosen), array(_INTEGER, ranks), array(_INTEGER, top_tokens), array(_FLOAT, top))
 
     @classmethod

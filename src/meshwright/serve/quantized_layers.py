@@ -105,7 +105,8 @@ class QuantizedWeight(nn.Module):
 class QuantizedLinear(QuantizedWeight):
     """A linear layer with an 8-bit weight. Its inputs are rounded with one scale per token, or one scale per 128 values of a token.
 
-    If tensor ranks divide the inputs, each rank computes the scales from its own part of a token.
+    If tensor ranks divide the inputs, each rank computes the scales from its own part of a token. With `invariant` the result for a token
+    does not depend on the other tokens. With `reference` PyTorch's operators round the inputs, instead of our kernel.
     """
 
     scaling = None
@@ -118,19 +119,19 @@ class QuantizedLinear(QuantizedWeight):
         number_format: LayerFormat,
         *,
         invariant: bool = False,
-        plain: bool = False,
+        reference: bool = False,
         ranks: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(weight, number_format, ranks)
         self.dtype = weight.dtype
         self.bias = bias
         self.invariant = invariant
-        self.plain = plain
+        self.reference = reference
 
     def forward(self, x: Tensor | RoundedMatrix) -> Tensor:
         """Compute `(…, out)` from x `(…, in)`. If x is a tensor, it is rounded here; otherwise it already has this layer's format."""
         if isinstance(x, Tensor):
-            x = quantize_rows(x, self.number_format, plain=self.plain)
+            x = quantize_rows(x, self.number_format, reference=self.reference)
         if isinstance(x, Int8Matrix):
             return int8_linear(x, Int8Matrix(self.values, self.scale), self.bias, self.dtype)
         if isinstance(x, Fp8Groups):
@@ -146,16 +147,16 @@ class QuantizedGatedMLP(nn.Module):
     Both layers have the same format. `gelu` says whether the activation is GELU, or else SiLU.
     """
 
-    def __init__(self, gate_up: QuantizedLinear, down: QuantizedLinear, *, gelu: bool, plain: bool) -> None:
+    def __init__(self, gate_up: QuantizedLinear, down: QuantizedLinear, *, gelu: bool, reference: bool) -> None:
         super().__init__()
         self.gate_up = gate_up
         self.down = down
         self.gelu = gelu
-        self.plain = plain
+        self.reference = reference
 
     def forward(self, x: Tensor | RoundedMatrix) -> Tensor:
         number_format = self.gate_up.number_format
-        return self.down(quantize_gated(self.gate_up(x), number_format, gelu=self.gelu, plain=self.plain))
+        return self.down(quantize_gated(self.gate_up(x), number_format, gelu=self.gelu, reference=self.reference))
 
 
 class QuantizedExperts(nn.Module):
@@ -168,7 +169,7 @@ class QuantizedExperts(nn.Module):
         super().__init__()
         self.activation = experts.activation
         self.gated = experts.gated
-        self.plain = experts.plain
+        self.reference = experts.reference
         self.dtype = experts.down.dtype
         self.number_format: WeightFormat = number_format
         self.input_name = "gate_up" if experts.gated else "up"
@@ -186,14 +187,14 @@ class QuantizedExperts(nn.Module):
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
         """The expert outputs of rows `(rows, hidden)`, as of `Experts`."""
-        x = quantize_rows(sorted_rows, self.number_format, plain=self.plain)
+        x = quantize_rows(sorted_rows, self.number_format, reference=self.reference)
         projected = self._multiply(x, self.input_name, order)
         if self.gated:
             gelu = self.activation == "geglu"
-            values, scale = quantize_gated(projected, self.number_format, gelu=gelu, plain=self.plain)
+            values, scale = quantize_gated(projected, self.number_format, gelu=gelu, reference=self.reference)
         else:
             active = F.gelu(projected, approximate="tanh")
-            values, scale = quantize_rows(active, self.number_format, plain=self.plain)
+            values, scale = quantize_rows(active, self.number_format, reference=self.reference)
         # The scale of a row times its weight is the scale of the weighted row.
         scale = scale if weights is None else scale * weights[:, None]
         return self._multiply(rounded_matrix(values, scale, self.number_format), "down", order)
@@ -201,9 +202,9 @@ class QuantizedExperts(nn.Module):
     def _multiply(self, x: RoundedMatrix, name: str, order: ExpertOrder) -> Tensor:
         matrices = self._matrices(name)
         if isinstance(x, Int8Matrix) and isinstance(matrices, Int8Matrix):
-            return grouped_int8(x, matrices, order.offsets, self.dtype, plain=self.plain)
+            return grouped_int8(x, matrices, order.offsets, self.dtype, reference=self.reference)
         assert isinstance(x, Fp8Matrix) and isinstance(matrices, Fp8Matrix)
-        return grouped_matmul(x, matrices, order.offsets, self.dtype, plain=self.plain)
+        return grouped_matmul(x, matrices, order.offsets, self.dtype, reference=self.reference)
 
     def _matrices(self, name: str) -> RoundedMatrix:
         weight = self.get_submodule(name)

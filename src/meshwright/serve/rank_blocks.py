@@ -1,8 +1,8 @@
 """The prefix cache of an engine on several tensor ranks. Rank 0 gives other processes access to it.
 
-Each rank holds a slice of every cache block: its own KV heads. To read whole blocks, rank 0 gathers the slices of all
-ranks; to write them, it scatters slices to all ranks. Rank 0 manages the block pools and records its changes, which
-the other ranks repeat.
+Each rank holds a slice of every cache block: the KV heads that it computes. (Blocks of latents are not divided; every
+rank has them whole.) To read whole blocks, rank 0 gathers the slices of all ranks; to write them, it scatters slices to
+all ranks. Rank 0 manages the block pools and records its changes, which the other ranks repeat.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ class RankSlices(PrefixBlocks):
     def __init__(
         self, model: Decoder, spec: ModelSpec, policy: BatchPolicy[CacheBlocks], cache: KVCache, world: World
     ) -> None:
-        """`spec` has the dimensions of the whole model, `model` and `cache` are this rank's part, `policy` holds the
-        pools.
-        """
+        """`spec` has the dimensions of the whole model, `model` and `cache` are this rank's part, `policy` holds the pools."""
         super().__init__(model, policy, cache)
         self._spec = spec
         self._world = world
         self._heads = HeadSlices(spec, world.ranks, cache.tokens_per_block, self._dtype.itemsize)
         self._slice_bytes = self.block_bytes
+        # Other processes cannot map whole blocks here, because each rank has only a slice of them.
         self.own_blocks = None
 
     def gather(self, tables: Sequence[Sequence[int]]) -> Tensor | None:
         """Return whole blocks as uint8 `(blocks, bytes)` on rank 0; None on other ranks.
 
-        `tables` has the block ids of each group.
+        `tables` has, for each block, its number in each group of layers: `(blocks, groups)`.
         """
         own = self._empty(len(tables))
         for part, content, blocks in self._parts(own, tables):
@@ -56,7 +55,10 @@ class RankSlices(PrefixBlocks):
         return None if parts is None else self._heads.join(parts)
 
     def scatter(self, tables: Sequence[Sequence[int]], whole: Tensor | None) -> None:
-        """Write whole blocks, uint8 `(blocks, bytes)`, into the caches of all ranks. Only rank 0 passes `whole`."""
+        """Write whole blocks, uint8 `(blocks, bytes)`, into the caches of all ranks. Only rank 0 passes `whole`.
+
+        `tables` has, for each block, its number in each group of layers: `(blocks, groups)`.
+        """
         own = self._empty(len(tables))
         parts = None
         if whole is not None:
@@ -89,8 +91,10 @@ class LeadingBlocks(RankSlices):
         record: Callable[[Sequence[Any]], None],
         send: Callable[..., None],
     ) -> None:
-        """`record` is called with each change of the block pools; the other ranks repeat the changes before they
-        handle the next message. `send` sends a message to the other ranks.
+        """`record` is called with each change of the block pools; the other ranks repeat the changes before they handle
+        the next message.
+
+        `send` sends a message to the other ranks.
         """
         super().__init__(model, spec, policy, cache, world)
         self._cache = recorded_blocks(policy.cache, record)
@@ -99,12 +103,17 @@ class LeadingBlocks(RankSlices):
         self.block_bytes = self._heads.block_bytes
 
     def read(self, tables: Sequence[Sequence[int]], out: memoryview) -> None:
+        """Copy whole blocks into the host memory `out`, one after the other. `tables` is as in `gather`."""
         self._send(gather=tables)
         whole = self.gather(tables)
         assert whole is not None
         torch.frombuffer(out, dtype=torch.uint8).view(whole.shape).copy_(whole)
 
     def write(self, tables: Sequence[Sequence[int]], content: memoryview) -> None:
+        """Write whole blocks from host memory into the caches of all ranks. `tables` is as in `gather`.
+
+        On CUDA this waits for the copy, so that the caller may change `content` afterwards.
+        """
         source = torch.frombuffer(content, dtype=torch.uint8).view(len(tables), self.block_bytes)
         self._send(scatter=tables)
         self.scatter(tables, source.to(self._contents[0].device))

@@ -1,7 +1,4 @@
-"""Scores of sequences by a reward model on one device.
-
-Sequences of similar length share a forward pass, padded at the end.
-"""
+"""Scores of sequences by a reward model on one device. Sequences of similar length share a forward pass, padded at the end."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ from meshwright.workload.rollout_memory import SCORED_TOKENS
 class RewardScorer:
     """A reward model. The score of a sequence is computed at its last token.
 
-    A chat template may write more tokens after an answer and its end token, for example a line break. The reward
-    model was trained on scores after those tokens. They are `after_answer`: a caller that has only the tokens of an
-    answer appends them.
+    A chat template may write more tokens after an answer and its end token, for example a line break. The reward model
+    was trained on scores after those tokens. They are `after_answer`: a caller that has only the tokens of an answer
+    appends them.
 
     As in transformers, `pad` tokens at the end of a sequence are ignored (`pad_token_id` of a Hugging Face folder).
     """
@@ -35,9 +32,7 @@ class RewardScorer:
     def __init__(
         self, model: Decoder, after_answer: tuple[int, ...], pad: int | None, tokenizer_digest: str | None
     ) -> None:
-        """`tokenizer_digest` identifies the tokenizer, as `TextFormat.tokenizer` does; None if the folder has no
-        tokenizer.
-        """
+        """`tokenizer_digest` identifies the tokenizer, as `TextFormat.tokenizer` does; None if the folder has no tokenizer."""
         self._model = model
         self._whole = True
         """Whether the weights are complete: false if reading newer weights failed midway."""
@@ -98,8 +93,7 @@ class RewardScorer:
 def open_scorer(
     folder: Path, device: torch.device, dtype: torch.dtype, *, adapter: Path | None = None, contents: bool = True
 ) -> RewardScorer:
-    """Open the reward model in `folder`: a run, a checkpoint, or a Hugging Face folder of a classifier with one
-    label.
+    """Open the reward model in `folder`: a run, a checkpoint, or a Hugging Face folder of a classifier with one label.
 
     `adapter` and `contents` are passed to `load_model`. Raises BadInput if the model is not a reward model.
     """

@@ -61,7 +61,10 @@ class Sampler:
         self._drawing = self._filtering = self._penalising = 0
         """Number of assigned table rows with `SamplingOptions.draws`, with `filters`, and with `penalises`."""
         self._logprobs: Counter[int] = Counter()
-        """By value of `SamplingOptions.top_logprobs`: number of assigned rows that have it. Only rows that want log probabilities count."""
+        """Maps a value of `SamplingOptions.top_logprobs` to the number of assigned rows that have this value.
+
+        Only rows whose requests want log probabilities count.
+        """
 
     @property
     def greedy(self) -> bool:

@@ -38,7 +38,10 @@ class PromptLookup:
         self._tokens: list[int] = []
         self._lengths = range(longest, shortest - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}
-        """For each sequence of `shortest` to `longest` tokens: the position after its last occurrence that does not end the text."""
+        """Maps each sequence of `shortest` to `longest` tokens in the text to the position after its last occurrence.
+
+        An occurrence at the end of the text does not count, because no token follows it.
+        """
         self.add(tokens)
 
     def __len__(self) -> int:
@@ -143,7 +146,8 @@ def accept_by_rejection(
     - `lengths`: `(sequences,)`: number of drafts of each sequence.
     - `scores`: `(sequences, drafts + 1, vocab)`: scores of the model after the newest token and after each draft. The model's distribution
       is their softmax.
-    - `draws`, `seeds`, `positions`: as in `draft_tokens`.
+    - `draws`: `(sequences,)` bool: whether a sequence draws its tokens. If not, it takes the likeliest token.
+    - `seeds`, `positions`: `(sequences,)`: the seed of each sequence, and the position of its first draft.
     """
     count = drafts.tokens.shape[1]
     target = _probabilities(scores, draws)

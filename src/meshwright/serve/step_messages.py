@@ -11,17 +11,11 @@ import torch
 import torch.distributed as dist
 
 MESSAGE_BYTES = 4096
-"""Bytes of the first broadcast: the message's length, and as much of it as fits.
-
-A second broadcast has the rest, if any.
-"""
+"""Bytes of the first broadcast: the message's length, and as much of it as fits. A second broadcast has the rest, if any."""
 LENGTH_BYTES = 8
 """Bytes of the length, little-endian."""
 IDLE_LIMIT = timedelta(days=365)
-"""How long the other ranks wait for a message.
-
-It is long because rank 0 may be idle; a rank that ends is noticed at once.
-"""
+"""How long the other ranks wait for a message. It is long because rank 0 may be idle; a rank that ends is noticed at once."""
 
 
 class StepMessages:

@@ -52,7 +52,10 @@ def continuation(prompt: Sequence[int], new: Sequence[int], tokens: TokenBytes) 
 
 
 class _ByteStream:
-    """The stream for tokenizers in which the bytes of a token do not depend on other tokens. It decodes these bytes as UTF-8."""
+    """The stream for tokenizers in which the bytes of a token do not depend on other tokens. It decodes these bytes as UTF-8.
+
+    With `special` the text contains special tokens.
+    """
 
     def __init__(self, prompt: Sequence[int], tokens: TokenBytes, *, special: bool) -> None:
         self._tokens = tokens
@@ -97,7 +100,10 @@ class _ByteStream:
 
 
 class _DecodedStream:
-    """The stream for tokenizers in which a token's text depends on earlier tokens. It decodes the last tokens again with each token."""
+    """The stream for tokenizers in which a token's text depends on earlier tokens. It decodes the last tokens again with each token.
+
+    With `special` the text contains special tokens.
+    """
 
     def __init__(self, prompt: Sequence[int], tokens: TokenBytes, *, special: bool) -> None:
         self._decode = partial(tokens.tokenizer.decode, skip_special_tokens=not special)
@@ -121,6 +127,7 @@ class _DecodedStream:
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
+        """Return the text of the tokens after the returned ones. An incomplete character waits for more tokens unless `final`."""
         if self._returned == len(self._window):
             return ""
         text = self._decode(self._window)

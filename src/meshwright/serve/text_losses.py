@@ -1,7 +1,7 @@
 """The loss of long sequences, computed in chunks over the paged KV cache.
 
-This needs memory for the keys and values of one sequence and the activations of one chunk. A normal forward pass
-would need the activations of a whole sequence.
+This needs memory for the keys and values of one sequence and the activations of one chunk. A normal forward pass would
+need the activations of a whole sequence.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class TextLosses:
         return total
 
     def _chunk_loss(self, tokens: Tensor, targets: Tensor, start: int) -> Tensor:
+        """Return the summed loss of one chunk: `tokens` and `targets` `(count,)`, from position `start` of their
+        sequence.
+
+        The keys and values of the earlier chunks of the sequence are in the cache.
+        """
         count = len(tokens)
         device = tokens.device
         positions = self._positions[start : start + count]

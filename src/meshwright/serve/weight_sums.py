@@ -33,24 +33,26 @@ def weight_sums(model: Decoder, spec: ModelSpec, part: AxisPart) -> Tensor:
     for parameter in parameters(spec):
         owner, _, leaf = parameter.name.rpartition(".")
         module = model.get_submodule(owner)
-        rounded = leaf == "weight" and isinstance(scales := getattr(module, "scale", None), Tensor)
+        scales = getattr(module, "scale", None)
+        is_rounded = leaf == "weight" and isinstance(scales, Tensor)
         pieces = rank_pieces(spec, parameter, part)
-        earlier = [
-            piece for rank in range(part.index) for piece in rank_pieces(spec, parameter, AxisPart(rank, part.count))
-        ]
-        values: Tensor | None = getattr(module, "values" if rounded else leaf)
+        earlier_ranks = (AxisPart(rank, part.count) for rank in range(part.index))
+        earlier = [piece for rank_part in earlier_ranks for piece in rank_pieces(spec, parameter, rank_part)]
+        values: Tensor | None = getattr(module, "values" if is_rounded else leaf)
         total = torch.zeros(2, dtype=torch.int64, device=device)
         for piece, value in _slices(values, pieces, piece_dimension(parameter)):
             if piece not in earlier:
                 total[0] += _sum(value)
-        if rounded and module.number_format == "fp8 blocks":
+        if is_rounded and module.number_format == "fp8 blocks":
             blocks = [
                 ParameterBox(piece.offsets, tuple(-(-size // FP8_BLOCK) for size in piece.sizes)) for piece in pieces
             ]
             for piece, (block, scale) in zip(pieces, _slices(scales, blocks, 0), strict=True):
                 if piece not in earlier:
-                    total[1] += _sum(scale[:, : block.sizes[1]])
-        elif rounded:  # There is one scale for each output, which is an index of dimension 0.
+                    total[1] += _sum(
+                        scale[:, : block.sizes[1]]
+                    )  # without the columns that `scale_shape` adds as padding
+        elif is_rounded:  # There is one scale for each output, which is an index of dimension 0.
             outputs = {_outputs(piece) for piece in earlier}
             for piece, scale in _slices(scales, pieces, 0):
                 if _outputs(piece) not in outputs:

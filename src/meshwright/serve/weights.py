@@ -21,8 +21,8 @@ def open_newer(
 ) -> AbstractContextManager[StoredModel]:
     """Open the model in `folder`: a run (its newest checkpoint), one checkpoint, or a Hugging Face folder.
 
-    `predictions` and `device` are passed to `open_model`. If the newest checkpoint of a run is damaged, this raises
-    Damaged; it does not fall back to an older one.
+    `predictions` and `device` are passed to `open_model`. A checkpoint is chosen by the names and sizes of its files.
+    If its contents turn out to be damaged, an older checkpoint does not replace it.
     """
     return open_model(folder, contents=False, predictions=predictions, device=device)
 

@@ -28,10 +28,9 @@ ADDRESSES = (
 
 
 def with_keys(spec: ServeSpec) -> ServeSpec:
-    """Return `spec` with its three keys (API, admin, transfer) filled in from the environment where the file has
-    none.
+    """Return `spec` with its API key, admin key and transfer key; a missing one is taken from the environment.
 
-    Raises BadInput for a key that no client can send, for example one with a line break.
+    Raises BadInput for a key that no client can send, for example one with a line break inside.
     """
     api, admin, transfer = call_all(
         lambda: key_setting("api_key", spec.api_key, API_KEY),
@@ -44,8 +43,8 @@ def with_keys(spec: ServeSpec) -> ServeSpec:
 def check_addresses(spec: ServeSpec) -> None:
     """Raise BadInput if an address can be reached by others and its key is missing.
 
-    The API's host needs `api_key` unless it is a loopback address. The admin port always needs `admin_key`. An
-    address HOST:PORT of an exchange with other engines needs `transfer_key`; a Unix socket needs none.
+    The API's host needs `api_key` unless it is a loopback address. The admin port always needs `admin_key`. An address
+    HOST:PORT of an exchange with other engines needs `transfer_key`; a Unix socket needs none.
     """
     addresses = {
         "transfer_address": [spec.transfer_address],
@@ -73,10 +72,7 @@ def check_host(host: str, api_key: str | None) -> None:
 
 
 def check_transfer(key: str, address: str, transfer_key: str | None) -> None:
-    """Raise BadInput if `address` is not a valid HOST:PORT, or if there is no `transfer_key`.
-
-    `key` names the setting.
-    """
+    """Raise BadInput if `address` is not a valid HOST:PORT, or if there is no `transfer_key`. `key` names the setting."""
     try:
         listen_address(address)
     except ValueError as error:

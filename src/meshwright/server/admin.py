@@ -1,4 +1,4 @@
-"""The admin port: loads newer weights, pauses, drains, changes the role. It has its own port and its own key."""
+"""The handlers of the admin port: they load newer weights, pause, drain and change the role. The port has its own key."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Admin:
         self._api = api
 
     async def state(self, request: Request) -> ASGIApp:
-        """Whether requests are taken, and the load."""
+        """Whether the server accepts requests, and its load."""
         client = self._api.client
         load = {"role": self._api.role, "unfinished": client.unfinished}
         transfers = {} if client.transfers is None else client.transfers._asdict()
         return json_response({"state": self._api.state, **load, **client.figures._asdict(), **transfers})
 
     async def pause(self, request: Request) -> ASGIApp:
-        """Stop after the current step; requests wait."""
+        """Stop the engine after the current step. Requests wait."""
         self._api.client.pause(True)
         return await self.state(request)
 
@@ -47,12 +47,12 @@ class Admin:
         return await self.state(request)
 
     async def drain(self, request: Request) -> ASGIApp:
-        """Refuse new requests with 503; those that run go on."""
+        """Refuse new requests with 503. Running requests continue."""
         self._api.draining = True
         return await self.state(request)
 
     async def role(self, request: Request) -> ASGIApp:
-        """Take new work by `role`: prefill, decode or both; requests that run go on."""
+        """Accept new work by `role`: prefill, decode or both. Running requests continue."""
         fields = parse_object(await read_body(request, MOST_BODY_BYTES))
         role = fields.text("role", None, get_args(Role))
         fields.finish()

@@ -53,9 +53,7 @@ class AgentFields:
         self.chat: dict[str, Any] = {}
         """The chat request so far: values by chat keys."""
         self.tool_names: dict[str, dict[str, str]] = {}
-        """Tools that the client and the model know by different names: the client's names, by the name that the model
-        sees.
-        """
+        """Tools that the client and the model know by different names: the client's names, by the name that the model sees."""
         self.names: dict[str, str] = {}
         """The body's key for each chat key that was copied; errors name the body's key."""
 
@@ -125,10 +123,7 @@ def text_of(values: Mapping[str, Any], name: str, key: str, default: str | None 
 
 
 def reasoning_keys(effort: object, key: str) -> dict[str, Any]:
-    """Return the chat keys that ask for a reasoning effort; no keys if `effort` is None.
-
-    `key` is its path in the body.
-    """
+    """Return the chat keys that ask for a reasoning effort; no keys if `effort` is None. `key` is its path in the body."""
     if effort is None:
         return {}
     if not isinstance(effort, str):

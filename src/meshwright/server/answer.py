@@ -1,6 +1,4 @@
-"""Carries out a request for text: submits it to the engine and sends the answer, as one body or as server-sent
-events.
-"""
+"""Carries out a request for text: submits it to the engine and sends the answer, as one body or as server-sent events."""
 
 from __future__ import annotations
 
@@ -26,16 +24,16 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 DIRECT_SEND = "meshwright.send"
-"""Key of an ASGI scope whose value is uvicorn's own `send`, without the wrappers of the applications around the
-endpoint.
-"""
+"""Key of an ASGI scope whose value is uvicorn's own `send`, without the wrappers of the applications around the endpoint."""
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class TextAnswer:
     """The answer to one request for text, as an ASGI application.
 
-    If the client disconnects, or sending fails, the engine ends the request's sequences before its next step.
+    A request has `request.count` sequences for each of its prompts: sequence `index` continues prompt `index // count`.
+    The engine's output for a sequence arrives as `News`. If the client disconnects, or sending fails, the engine ends
+    the request's sequences before its next step.
     """
 
     def __init__(
@@ -61,9 +59,7 @@ class TextAnswer:
         self._drawn: list[int] = []
         """Tokens that were generated so far, collected for `keep`."""
         self._ids: list[int] = []
-        """The engine's request ids, one for each sequence: those of the first prompt, then those of the second, and
-        so on.
-        """
+        """The engine's request ids, one for each sequence: those of the first prompt, then those of the second, and so on."""
         count = len(request.prompts) * request.count
         self._stop_search = StringSearch(request.stop_strings) if request.stop_strings else None
         self._outputs = [self._output(index) for index in range(count)]
@@ -83,8 +79,8 @@ class TextAnswer:
         request = self._request
         search = self._stop_search
         special = request.special_tokens or (request.output is not None and request.output.special)
-        # If no new tokens are asked for, the decoder gets no prompt: a character that the prompt left incomplete
-        # stays as the echo shows it.
+        # If no new tokens are asked for, the decoder gets no prompt: a character that the prompt left incomplete stays
+        # as the echo shows it.
         before = request.prompts[index // request.count] if request.new_tokens else ()
         return TextOutput(
             text_stream(before, self._tokens, special=special),
@@ -101,17 +97,19 @@ class TextAnswer:
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage object of the answer. The tokens of a prompt count once, however many sequences it has."""
+        # The first sequence of each prompt says how many tokens of the prompt were cached.
         cached = sum(output.cached_tokens for output in self._outputs[:: self._request.count])
         reasoning = None if self._readers is None else self._reasoning_tokens
         return usage(self._request.prompt_tokens, self.new_tokens, cached, reasoning)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Submit the request and send its answer. Meanwhile a second task watches whether the client disconnects."""
         self._submit()
         watcher = asyncio.ensure_future(self._watch(receive))
         try:
             if self._request.stream:
-                # The events are sent by a task of their own. A coroutine that is awaited here would be resumed
-                # through the frames of all applications around this one, each time.
+                # The events are sent by a task of their own. A coroutine that is awaited here would be resumed through
+                # the frames of all applications around this one, each time.
                 await asyncio.ensure_future(self._send_events(send, scope.get(DIRECT_SEND, send)))
             else:
                 await self._send_whole(send)
@@ -124,11 +122,13 @@ class TextAnswer:
                 await watcher
 
     def _submit(self) -> None:
+        """Submit each prompt to the engine. A prompt's new tokens are limited by the room that it leaves in the context."""
         request = self._request
         for index, prompt in enumerate(request.prompts):
             room = self._context - len(prompt)
             engine_request = EngineRequest(
                 tokens=prompt,
+                # At least 1, because the engine always generates a token.
                 new_tokens=max(min(request.new_tokens, room), 1),
                 # Without the client's seed, each prompt gets a random seed of its own.
                 sampling={"seed": secrets.randbits(63), **request.sampling},
@@ -147,8 +147,7 @@ class TextAnswer:
     async def _next(self) -> dict[int, list[News]]:
         """Wait for the next news and return them by sequence.
 
-        Raises RequestError if the engine refused or failed a sequence, and _ClientGone if the client has
-        disconnected.
+        Raises RequestError if the engine refused or failed a sequence, and _ClientGone if the client has disconnected.
         """
         news = await self._subscription.next()
         if not news:
@@ -168,9 +167,7 @@ class TextAnswer:
         return by_text
 
     async def _take_prompts(self, news: Sequence[News]) -> None:
-        """Take the log probabilities of prompts out of the news, and format those of each prompt that is now
-        complete.
-        """
+        """Take the log probabilities of prompts out of the news, and format those of each prompt that is now complete."""
         request = self._request
         for item in news:
             if item.prompt_logprobs is not None:
@@ -232,10 +229,7 @@ class TextAnswer:
         return piece
 
     def _read_some(self, output: TextOutput, reader: OutputReader, news: list[News]) -> TextPiece:
-        """Add news to a sequence and read the new text.
-
-        While there may be reasoning, the news have at most one token.
-        """
+        """Add news to a sequence and read the new text. While there may be reasoning, the news have at most one token."""
         before = output.tokens
         reasoned = reader.reasoning
         text = output.add(news)
@@ -249,6 +243,7 @@ class TextAnswer:
         return piece
 
     async def _send_whole(self, send: Send) -> None:
+        """Collect the text and other parts of all sequences, and send them as one JSON body."""
         texts = [[self._echo(index)] for index in range(len(self._outputs))]
         parts: list[list[AnswerPart]] = [[] for _ in self._outputs]
         while self._open:
@@ -275,10 +270,7 @@ class TextAnswer:
         await send({"type": "http.response.body", "body": content})
 
     async def _send_events(self, send: Send, send_body: Send) -> None:
-        """Send the answer as events.
-
-        `send` sends the head, and `send_body`, which has fewer wrappers, all that follows.
-        """
+        """Send the answer as events. `send` sends the head, and `send_body`, which has fewer wrappers, all that follows."""
         news = await self._next()  # before the head: a request that the engine refuses is answered with its own status
         while self._prompts:
             for index, more in (await self._next()).items():

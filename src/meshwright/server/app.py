@@ -42,9 +42,7 @@ API_ROUTES: Sequence[tuple[str, str, Callable[[Api, Request], Awaitable[ASGIApp]
     ("GET", "/version", Api.version),
     ("GET", "/metrics", Api.metrics),
 )
-"""(Method, path, endpoint) of each route of the API. docs/reference/serve.md shows the endpoint's docstring in its
-line.
-"""
+"""(Method, path, endpoint) of each route of the API. docs/reference/serve.md shows the endpoint's docstring in its line."""
 ADMIN_ROUTES: Sequence[tuple[str, str, Callable[[Admin, Request], Awaitable[ASGIApp]]]] = (
     ("GET", "/state", Admin.state),
     ("POST", "/pause", Admin.pause),
@@ -88,6 +86,7 @@ def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[A
         return error_response(error, request.url.path)
 
     async def not_routed(request: Request, error: Exception) -> Any:
+        """Answer a request for an unknown path (404), or with a method that the path does not have (405)."""
         assert isinstance(error, HTTPException)
         status = error.status_code if error.status_code in (404, 405) else 400
         text = {404: "there is no such path", 405: "the path has another method"}.get(status, "the request is wrong")
@@ -104,16 +103,13 @@ def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[A
 
 
 class KeyCheck:
-    """ASGI wrapper that answers 401 to requests without the server's key.
-
-    If the server has no key, it lets all pass.
-    """
+    """ASGI wrapper that answers 401 to requests without the server's key. If the server has no key, it lets all pass."""
 
     def __init__(
         self, app: ASGIApp, key: str | None, *, open_paths: Iterable[str] = (), basic_paths: Iterable[str] = ()
     ) -> None:
-        """`key`: the server's key, or None; `open_paths`: paths that need no key; `basic_paths`: paths where a
-        browser may send the key as the password of HTTP Basic authentication.
+        """`key`: the server's key, or None; `open_paths`: paths that need no key; `basic_paths`: paths where a browser
+        may send the key as the password of HTTP Basic authentication.
         """
         self._app = app
         self._key = None if key is None else key.encode()
@@ -129,6 +125,7 @@ class KeyCheck:
         await error_response(error, scope["path"])(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
+        """Whether the headers have the key: as Bearer token, as `x-api-key`, or as password of HTTP Basic where allowed."""
         assert self._key is not None
         headers = dict(scope["headers"])
         if b"authorization" not in headers:  # clients of Anthropic's API send x-api-key instead
@@ -158,6 +155,7 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
+            # Remove the port. An IPv6 address is in brackets, which contain colons.
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
             if not is_loopback(name.lower().removeprefix("[").removesuffix("]")):
                 error = RequestError(400, "host: expected localhost or 127.0.0.1")
@@ -183,8 +181,8 @@ class DirectSend:
 class RequestLog:
     """ASGI wrapper that logs each request and puts a request id into the head of its answer, except for /health.
 
-    A line of the log has path, status, tokens and seconds, but no text. The id is the client's `x-request-id`, or
-    else a number.
+    A line of the log has path, status, tokens and seconds, but no text. The id is the client's `x-request-id`, or else
+    a number.
     """
 
     def __init__(self, app: ASGIApp, *, logs: bool = True) -> None:
@@ -217,6 +215,7 @@ class RequestLog:
             self._log(id, scope, status, time.perf_counter() - started)
 
     def _log(self, id: str, scope: Scope, status: int, seconds: float) -> None:
+        """Log one line about a request: id, method, path, status, tokens if it generated any, and seconds."""
         if self._logs:
             work = scope.get("meshwright")
             tokens = "" if work is None else f" prompt={work['prompt_tokens']} new={work['answer'].new_tokens}"

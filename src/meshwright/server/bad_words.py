@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 def word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
     """Return the token sequences of each word, without duplicates.
 
-    A tokenizer may encode a word differently at the beginning of a text, after a space and at the beginning of a
-    line. All three encodings are included. Some tokenizers put a space before every text: there, only the encoding at
-    the beginning of a line has no space.
+    A tokenizer may encode a word differently at the beginning of a text, after a space and at the beginning of a line.
+    All three encodings are included. Some tokenizers put a space before every text: there, only the encoding at the
+    beginning of a line has no space.
 
-    A sequence that ends with another sequence of the list is left out: if the shorter one cannot occur, neither can
-    the longer one.
+    A sequence that ends with another sequence of the list is left out: if the shorter one cannot occur, neither can the
+    longer one.
     """
     found: list[list[int]] = []
     for word in words:

@@ -11,11 +11,9 @@ from meshwright.server.fields import checked_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_MESSAGES = 4_096
+"""Most messages in a chat."""
 _PARTS = ("text", "refusal")
-"""Types of content parts.
-
-The text of a part is in the key that has the name of its type: `{"type": "text", "text": …}`.
-"""
+"""Types of content parts. The text of a part is in the key that has the name of its type: `{"type": "text", "text": …}`."""
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:
@@ -30,6 +28,7 @@ def read_messages(value: object) -> list[dict[str, Any]]:
 
 
 def _message(message: object, key: str) -> dict[str, Any]:
+    """Return one message in the common form. `key` is its path in the body, for errors."""
     if not isinstance(message, dict):
         raise wrong(key, "an object", message)
     role = message.get("role")
@@ -63,6 +62,7 @@ def _of_assistant(message: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _tool_call(call: object, key: str) -> dict[str, Any]:
+    """Return one tool call in the common form. `key` is its path in the body, for errors."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise wrong(key, 'a call {"id", "type": "function", "function": {"name", "arguments"}}', call)

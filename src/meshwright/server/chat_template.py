@@ -58,7 +58,10 @@ class ServedChatTemplate(chat_template.ChatTemplate):
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt of a chat. Raises RequestError if the template refuses the messages."""
+        """Return the prompt of a chat. Raises RequestError if the template refuses the messages.
+
+        With `add_generation_prompt` the prompt ends with the beginning of the model's answer.
+        """
         habits = self._habits_with_tools if tools else self._habits
         fitted = _all_fitted(messages, habits)
         try:

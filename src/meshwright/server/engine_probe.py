@@ -1,5 +1,4 @@
-"""Probes of an engine: generating one token after a neutral prompt shows whether the model gives finite logits at
-all.
+"""Probes of an engine: generating one token after a neutral prompt shows whether the model gives finite logits at all.
 
 The prompt of a single client may make the logits NaN. That fails this client's request only. The server is unhealthy
 only if the neutral prompt fails too.
@@ -17,9 +16,7 @@ if TYPE_CHECKING:
     from meshwright.server.engine_client import EngineClient
 
 FAILURES = 3
-"""The engine is probed after this many requests in a row failed with logits that are not finite, and none got a
-token.
-"""
+"""The engine is probed after this many requests in a row failed with logits that are not finite, and none got a token."""
 PROBE_SECONDS = 3.0
 """Seconds between a failed probe and the next one."""
 PROMPT = (0,)
@@ -27,10 +24,7 @@ PROMPT = (0,)
 
 
 class EngineProbe:
-    """Decides whether an engine's model works.
-
-    It counts requests with logits that are not finite, and starts probes.
-    """
+    """Decides whether an engine's model works. It counts requests with logits that are not finite, and starts probes."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -61,6 +55,7 @@ class EngineProbe:
             self._task.cancel()
 
     async def _probe(self) -> None:
+        """Probe every `PROBE_SECONDS`, until a probe succeeds or the engine has failed."""
         while self._client.usable:
             code = await self._client.first_token(PROMPT)
             self.failing = code == NotFinite.code

@@ -46,15 +46,13 @@ class EngineSetup:
     folder: str
     tokenizer: str | None
     options: dict[str, Any]
-    """Fields of `EngineSettings`, and `absorb`: whether decode steps of latent attention attend to the latents
-    directly.
-    """
+    """Fields of `EngineSettings`, and `absorb`: whether decode steps of latent attention attend to the latents directly."""
     adapter: str | None = None
     """Folder of LoRA adapters, which are merged into the weights."""
     speculate: int = 0
-    """Tokens that a draft proposes for each step; 0 without speculative decoding."""
+    """Draft tokens of a request that each step verifies; 0 without speculative decoding."""
     draft_model: str | None = None
-    """Folder of the draft model, or `spec.serve.MTP` for the model's own MTP layer."""
+    """Folder of the draft model, or `spec.serve.MTP` for the model's own MTP modules."""
     cluster: ClusterSpec | None = None
     """This host, with one device for each rank. None: one process."""
     experts: ExpertRanks = ONE_RANK
@@ -125,8 +123,8 @@ def _start(setup: EngineSetup, rank: int, engine: socket.socket, store: socket.s
     Rank 0 inherits two sockets: `engine`, to this process, and `store`, on which the ranks' store listens.
     """
     passed = [engine.fileno(), store.fileno()] if rank == 0 else []
-    # With the default policy, OpenMP threads spin while they wait for each other. If another process needs a core
-    # too, they stall for half a second.
+    # With the default policy, OpenMP threads spin while they wait for each other. If another process needs a core too,
+    # they stall for half a second.
     variables: Mapping[str, Any] = {"OMP_WAIT_POLICY": "passive", **without_secrets(), PARENT: os.getpid()}
     if setup.ranks > 1:
         variables = {

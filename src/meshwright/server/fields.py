@@ -12,6 +12,7 @@ from meshwright.spec.errors import nearest
 
 T = TypeVar("T")
 LARGEST_INTEGER = 2**63 - 1
+"""Largest signed integer of 64 bits."""
 
 
 class Fields:
@@ -124,10 +125,7 @@ def parse_object(body: bytes) -> Fields:
 
 
 def checked_text(text: str, key: str) -> str:
-    """Return `text` if UTF-8 can encode it.
-
-    Raises RequestError for half of a surrogate pair; `key` is the text's path.
-    """
+    """Return `text` if UTF-8 can encode it. Raises RequestError for half of a surrogate pair; `key` is the text's path."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -41,8 +41,8 @@ class Follower:
     async def follow(self) -> None:
         """Check the folder again and again, until the engine has failed.
 
-        A checkpoint is logged and skipped if it cannot be loaded or its model has another tokenizer or template. If
-        the newest checkpoint is damaged, `/v1/models` says so too.
+        A checkpoint is logged and skipped if it cannot be loaded, or if its model has another tokenizer or other end
+        tokens. If the newest checkpoint is damaged, `/v1/models` says so too.
 
         Other errors are raised, for example OSError if no more files can be opened. The caller may then call this
         again.

@@ -1,7 +1,16 @@
-"""Grammars in Lark's notation that force an answer to be tool calls, or to follow a schema after reasoning.
+r"""Grammars in Lark's notation that force an answer to be tool calls, or to follow a schema after reasoning.
 
-Each model family writes tool calls in its own notation, for example `<tool_call>{"name": …}</tool_call>`. The grammar
-of a call has a rule `function_N` for each tool, and rules `arguments_N` and `value_N_M` for its arguments.
+Each model family writes tool calls in its own notation. The grammar of a call has a rule `function_N` for each tool,
+`arguments_N` for its arguments and, if arguments are written one by one, `value_N_M` for each of their values. Example
+for the notation `qwen3_coder` and a function `weather` with a text `city` (required) and an integer `days`:
+
+    start: call ("\n" call)*
+    call: function_0
+    function_0: "<tool_call>\n<function=" "weather" ">\n" arguments_0 "</function>\n</tool_call>"
+    arguments_0: "<parameter=city>\n" value_0_0 ("<parameter=days>\n" value_0_1)?
+    value_0_0[suffix="\n</parameter>\n"]: /(?s:.*)/
+    value_0_1: value_0_1_json "\n</parameter>\n"
+    value_0_1_json: %json {"type": "integer"}
 """
 
 from __future__ import annotations
@@ -18,14 +27,12 @@ from meshwright.server.tools import listed, schema_types
 Grammar = tuple[str, str]
 """(notation, text) of a grammar: `("lark", "start: …")` or `("json_schema", "{…}")`."""
 Special = Mapping[str, int]
-"""Ids of the tokenizer's special tokens by their text. Quoted text in a grammar never matches a special token, so a
-special token is written as its id: `<[151657]>`.
+"""Ids of the tokenizer's special tokens by their text.
+
+Quoted text in a grammar never matches a special token, so a special token is written as its id: `<[151657]>`.
 """
 ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "nullable"))
-"""Keys of a JSON schema that do not limit a text.
-
-A schema with only these keys, or with alternatives, allows any text.
-"""
+"""Keys of a JSON schema that do not limit a text. A schema with only these keys, or with alternatives, allows any text."""
 _PLAIN_KEY = re.compile(r"[\w.-]+")
 """Names that can be written without quotes or escapes."""
 _LINE_BREAK = "\n"
@@ -36,11 +43,11 @@ def calls_grammar(
 ) -> Grammar | None:
     """Return the grammar of one call of one of `functions`, or of one or more calls with `several`.
 
-    Each function is an object with `name` and `parameters` (a JSON schema), as in OpenAI's API. `special` maps
-    special tokens to their ids.
+    Each function is an object with `name` and `parameters` (a JSON schema), as in OpenAI's API. `special` maps special
+    tokens to their ids.
 
-    Returns None if the notation cannot be forced: if it has no grammar, if it cannot write a function's name, or if
-    it writes values as unquoted text and a schema limits a text in a way that is not a list of choices. Raises
+    Returns None if the notation cannot be forced: if it has no grammar, if it cannot write a function's name, or if it
+    writes values as unquoted text and a schema limits a text in a way that is not a list of choices. Raises
     RequestError if the grammar is too long.
     """
     forced = notation.forced

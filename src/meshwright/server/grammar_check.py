@@ -56,6 +56,7 @@ class GrammarCheck:
         return json.loads(answer)
 
     def _started(self) -> subprocess.Popen[bytes] | None:
+        """Return the process, and start it if it does not run. None if it does not start within `START_SECONDS`."""
         if self._process is None:
             environment = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH", "LANG")}
             environment[PARENT] = str(os.getpid())
@@ -81,10 +82,7 @@ class GrammarCheck:
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
-    """Return the next line of the process's output.
-
-    None if no line comes within `seconds`, or the process has ended.
-    """
+    """Return the next line of the process's output. None if no line comes within `seconds`, or the process has ended."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     deadline = time.monotonic() + seconds
@@ -109,10 +107,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def main() -> None:
-    """Read lines `[notation, grammar]` from stdin.
-
-    Answer each with one line: null, or the reason to refuse the grammar.
-    """
+    """Read lines `[notation, grammar]` from stdin. Answer each with one line: null, or the reason to refuse the grammar."""
     end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     library = llguidance()

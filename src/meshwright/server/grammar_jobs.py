@@ -1,7 +1,7 @@
 """Compiles the grammars of waiting requests in a thread, while the engine goes on with its steps.
 
-The library releases the GIL while it compiles. Before that, a separate process has tried the grammar
-(`grammar_check`), so the thread never gets one that takes too long.
+The library releases the GIL while it compiles. Before that, a separate process has tried the grammar (`grammar_check`),
+so the thread never gets one that takes too long.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class GrammarJobs:
         self._check.close()
 
     def _compile_all(self) -> None:
+        """Run by the thread: compile one wanted grammar after the other, and put its `done` function into the queue."""
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
@@ -82,6 +83,7 @@ class GrammarJobs:
             self._theirs.send(b"1")
 
     def _compile(self, tokens: GrammarTokens, grammar: Grammar) -> None:
+        """Compile a grammar with the model's vocabulary, unless it is known or the separate process refuses it."""
         if tokens.has(grammar):
             return
         if (refusal := self._check.refusal(grammar)) is not None:

@@ -31,10 +31,7 @@ class GrammarRequest(NamedTuple):
 
 
 def read_grammar(fields: Fields) -> GrammarRequest | None:
-    """Return the grammar that a request asks for, or None.
-
-    Raises RequestError for wrong values and for two grammars.
-    """
+    """Return the grammar that a request asks for, or None. Raises RequestError for wrong values and for two grammars."""
     asked = [_response_format(fields), _structured_outputs(fields)]
     asked += [_of_key(fields, f"guided_{form}", f"guided_{form}", read) for form, read in _FORMS.items()]
     found = [grammar for grammar in asked if grammar is not None]
@@ -52,6 +49,7 @@ def schema_grammar(schema: Any, key: str) -> tuple[str, str]:
 
 
 def _response_format(fields: Fields) -> GrammarRequest | None:
+    """Read `response_format`: a JSON schema, or any JSON object."""
     section = fields.section("response_format")
     if section is None:
         return None
@@ -73,6 +71,7 @@ def _response_format(fields: Fields) -> GrammarRequest | None:
 
 
 def _structured_outputs(fields: Fields) -> GrammarRequest | None:
+    """Read `structured_outputs`, an object with exactly one of the forms of a grammar."""
     section = fields.section("structured_outputs")
     if section is None:
         return None
@@ -88,6 +87,7 @@ def _structured_outputs(fields: Fields) -> GrammarRequest | None:
 
 
 def _of_key(fields: Fields, name: str, key: str, read: Callable[[Any, str], tuple[str, str]]) -> GrammarRequest | None:
+    """Read one key whose value is a grammar in one form. `key` is its path in the body, for errors."""
     value = fields.take(name)
     return None if value is None else GrammarRequest(*read(value, key), key)
 
@@ -140,10 +140,7 @@ def _checked(value: object, key: str) -> str:
 
 
 def text_of_length(text: str, key: str) -> str:
-    """Return `text`, a schema, regular expression or grammar from the body's `key`.
-
-    Raises RequestError if it is too long.
-    """
+    """Return `text`, a schema, regular expression or grammar from the body's `key`. Raises RequestError if it is too long."""
     if len(text) > LONGEST_SCHEMA:
         raise wrong(key, f"at most {LONGEST_SCHEMA} characters", text)
     return text

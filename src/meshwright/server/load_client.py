@@ -19,10 +19,7 @@ CHUNK_BYTES = 1 << 16
 
 @dataclass
 class MeasuredRequest:
-    """A request and the times of its events.
-
-    Times are seconds since the start of the test, infinite until the event.
-    """
+    """A request and the times of its events. Times are seconds since the start of the test, infinite until the event."""
 
     request: TimedRequest
     server: int
@@ -77,6 +74,10 @@ class LoadTest:
                 watching.exception()
 
     async def _send(self, number: int, request: TimedRequest, running: list[int], begin: float) -> None:
+        """Wait for a request's arrival time, and send it to the server with the fewest running requests.
+
+        An error is recorded in the entry, whose times become infinite.
+        """
         await asyncio.sleep(max(0.0, begin + request.arrival_seconds - time.perf_counter()))
         server = min(range(len(running)), key=running.__getitem__)
         entry = MeasuredRequest(request, server)
@@ -116,6 +117,7 @@ class LoadTest:
             writer.close()
 
     async def _watch(self, watched: Sequence[str], begin: float, every: float) -> None:
+        """Read the gauges of the watched servers repeatedly, until this task is cancelled."""
         while watched:
             for index, url in enumerate(watched):
                 gauges = await self._gauges(url)
@@ -136,6 +138,7 @@ class LoadTest:
     async def _open(
         self, url: str, method: str, path: str, body: bytes = b""
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a server and send a request. Returns the streams from which the answer is read."""
         address = urlsplit(url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=CHUNK_BYTES)
         lines = [f"{method} {path} HTTP/1.1", f"host: {address.hostname}", "connection: close"]

@@ -2,8 +2,8 @@
 
 A message is its length (4 bytes, big-endian) and then a JSON object. The HTTP process sends one of these keys:
 
-- `submit`: requests with one prompt: `{ids, tokens, new_tokens, sampling, stop_ids, grammar, priority, salt}`;
-  `tokens` is encoded as in `packed_ids.py`
+- `submit`: requests with one prompt: `{ids, tokens, new_tokens, sampling, stop_ids, grammar, priority, salt}`; `tokens`
+  is encoded as in `packed_ids.py`
 - `abort`: ids of requests that the engine ends
 - `pause`: true stops the engine's steps, false lets them go on
 - `load`: the folder with newer weights
@@ -12,9 +12,9 @@ A message is its length (4 bytes, big-endian) and then a JSON object. The HTTP p
 The engine's process sends one of these keys:
 
 - `ready`: context, vocabulary and sizes, once the model is loaded
-- `step`: after a step, `[id, tokens]` or `[id, tokens, details]` for each request with news, and `figures`, the
-  fields of `EngineFigures`. `details` is an object with the keys of `DETAILS` that have a value, and
-  `prompt_logprobs`, packed by `PromptLogprobs.packed`
+- `step`: after a step, `[id, tokens]` or `[id, tokens, details]` for each request with news, and `figures`, the fields
+  of `EngineFigures`. `details` is an object with the keys of `DETAILS` that have a value. It may also have
+  `prompt_logprobs`, packed by `PromptLogprobs.packed`, and from a reward model `score`
 - `transfers`: the fields of `TransferFigures`, when they have changed
 - `refused`: ids of requests that could not be queued. `error` is the reason; `code` is a key of `errors.FAILURES`, or
   none if a value of the request was wrong
@@ -39,18 +39,16 @@ DETAILS: Mapping[str, type] = {
 }
 """Details of a step's news, with their JSON types. They are fields of `News`.
 
-Engines also send these to each other, when one engine continues the request of another.
+Engines also exchange these: an engine that computes a prompt for another one sends the first tokens with their details.
 """
 _LENGTH = struct.Struct("!I")
+"""The length before each message: an unsigned integer of 4 bytes, big-endian."""
 MOST_BYTES = 256 << 20
 """Most bytes of one message."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Return a message as bytes.
-
-    Raises ValueError if it is too long or has NaN or infinity, which JSON does not have.
-    """
+    """Return a message as bytes. Raises ValueError if it is too long or has NaN or infinity, which JSON does not have."""
     content = json.dumps(message, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(content) > MOST_BYTES:
         raise ValueError(f"a message of {len(content)} bytes; expected at most {MOST_BYTES}")

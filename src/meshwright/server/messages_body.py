@@ -28,6 +28,10 @@ class MessagesBody:
     """Format of log probabilities. This API never shows them; the class is needed for the interface of all bodies."""
 
     def __init__(self, number: str, created: int, model: str, request: CheckedTextRequest) -> None:
+        """`number` makes the answer's id unique.
+
+        `created` (Unix time) is not shown by this API. `model` is the model's name.
+        """
         self._base = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": model}
         self._index = -1
         """Index of the newest block; -1 before the first."""
@@ -39,7 +43,10 @@ class MessagesBody:
         """`stop_reason` and `stop_sequence` of the answer."""
 
     def first(self, index: int, tokens: Mapping[str, Any]) -> bytes:
-        """Return the event that begins the message."""
+        """Return the event that begins the message.
+
+        `index` is always 0, and `tokens` is the usage object so far (`bodies.usage`).
+        """
         message = {**self._base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(tokens)}
         return _event("message_start", f'"message":{json.dumps(message)}').encode("ascii")
 
@@ -77,7 +84,7 @@ class MessagesBody:
         return failure_event(error, MESSAGES_PATH)
 
     def whole(self, texts: Sequence[TextPiece], tokens: Mapping[str, Any]) -> bytes:
-        """Return the whole message as JSON."""
+        """Return the whole message as JSON. `texts` has exactly one sequence; `tokens` is the usage object (`bodies.usage`)."""
         (piece,) = texts
         reason, sequence = _stop(piece)
         content = [_block(part) for part in piece.all_parts]
@@ -99,6 +106,7 @@ class MessagesBody:
         return _event("content_block_stop", f'"index":{self._index}')
 
     def _call(self, part: AnswerPart) -> str:
+        """Return the events of a tool call, which is a block of its own."""
         assert part.call is not None
         block = {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": {}}
         delta = json.dumps({"type": "input_json_delta", "partial_json": part.call.arguments})
@@ -111,6 +119,7 @@ def _event(name: str, members: str = "") -> str:
 
 
 def _block(part: AnswerPart) -> dict[str, Any]:
+    """Return a part of the answer as a content block."""
     if part.call is not None:
         called = {"id": part.call.id, "name": part.call.name, "input": json.loads(part.call.arguments)}
         return {"type": "tool_use", **called}

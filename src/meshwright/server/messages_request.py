@@ -51,10 +51,7 @@ def _system(body: AgentFields, value: object) -> str:
 
 
 def _texts(body: AgentFields, value: object, key: str) -> list[str]:
-    """Return the texts of a list of content blocks.
-
-    Images and documents are errors; other kinds of blocks are ignored.
-    """
+    """Return the texts of a list of content blocks. Images and documents are errors; other kinds of blocks are ignored."""
     texts = []
     for block, at in objects(value, key):
         if block.get("type") == "text":
@@ -121,10 +118,7 @@ def _assistant(body: AgentFields, content: object, key: str) -> dict[str, Any]:
 
 
 def _tools(body: AgentFields) -> None:
-    """Copy the client's tools and `tool_choice` into the chat request.
-
-    Tools that Anthropic's servers run are ignored.
-    """
+    """Copy the client's tools and `tool_choice` into the chat request. Tools that Anthropic's servers run are ignored."""
     fields = body.fields
     tools = []
     for tool, key in objects(fields.take("tools") or [], "tools"):

@@ -1,7 +1,4 @@
-"""The metrics of the HTTP server.
-
-Names are vLLM's with the prefix `meshwright:`, so that vLLM's dashboards can be reused.
-"""
+"""The metrics of the HTTP server. Names are vLLM's with the prefix `meshwright:`, so that vLLM's dashboards can be reused."""
 
 from __future__ import annotations
 
@@ -13,17 +10,22 @@ from meshwright.serve.figures import EngineFigures
 from meshwright.server.transfers import TransferFigures
 
 PREFIX = "meshwright:"
+"""Beginning of the names of all metrics."""
 _SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5, 5)
+"""Bounds of histograms of the time between tokens, in seconds."""
 _LONG = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+"""Bounds of the histogram of the time to the first token, in seconds."""
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+"""Bounds of histograms of the time of whole requests, in seconds."""
 _TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
-"""Bounds of histograms: `_SHORT`, `_LONG` and `_REQUEST` in seconds, this one in tokens."""
+"""Bounds of histograms of numbers of tokens: 1, 2, 5, 10, … 500,000."""
 
 
 class ServerMetrics:
     """Counters and histograms of requests and tokens. Times are in seconds and measured in the HTTP process."""
 
     def __init__(self, model: str) -> None:
+        """`model` is the model's name in the API, which every metric has as a label."""
         self._labels = {"model_name": model}
         self.prompt_tokens = self.generation_tokens = self.rejected = self.not_finite = 0
         self._ended: Counter[str] = Counter()
@@ -62,8 +64,8 @@ class ServerMetrics:
     def count_request(self, reason: str, prompt: int, tokens: int, decoding: float, seconds: float) -> None:
         """Count a sequence that has ended.
 
-        `reason` is its finish reason, `prompt` and `tokens` are its prompt and generated tokens. `decoding` is the
-        time from its first token to its last, `seconds` the time from the request to its end.
+        `reason` is its finish reason, `prompt` and `tokens` are its prompt and generated tokens. `decoding` is the time
+        from its first token to its last, `seconds` the time from the request to its end.
         """
         self._ended[reason] += 1
         self.prompt_tokens += prompt

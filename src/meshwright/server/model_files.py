@@ -1,6 +1,4 @@
-"""Reads the files of a model's folder that the HTTP process needs: tokenizer, end tokens and chat template, no
-weights.
-"""
+"""Reads the files of a model's folder that the HTTP process needs: tokenizer, end tokens and chat template, no weights."""
 
 from __future__ import annotations
 

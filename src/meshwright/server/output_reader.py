@@ -262,7 +262,10 @@ class OutputReader:
             after_call = True
 
     def _marks(self, *, after_call: bool) -> Wait:
-        """Take white space and marks around calls; returns False at the end of the answer."""
+        """Take white space and marks around calls; returns False at the end of the answer.
+
+        With `after_call` a call has just ended, so the marks that close a list of calls are taken too.
+        """
         source = self._source
         notation = self._notation
         while True:
@@ -282,7 +285,10 @@ class OutputReader:
                 self._space.clear()
 
     def _give_up(self, *, after_call: bool) -> None:
-        """The held text is not a call: show its opening mark as text, and read on after it."""
+        """Show the opening mark of the held text as text, because the held text is not a call; read on after the mark.
+
+        With `after_call` a call has just ended.
+        """
         source = self._source
         held = "".join(self._source.held)
         if after_call and not (held or self._shown):

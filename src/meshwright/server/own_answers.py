@@ -32,21 +32,26 @@ class _Answer(NamedTuple):
     """An answer, and the length and digest of its prompt."""
 
     prompt_tokens: int
+    """Number of tokens of the prompt."""
     digest: bytes
     """Digest of the whole prompt."""
     tokens: array[int]
+    """Token ids of the answer."""
 
 
 class OwnAnswers:
     """The newest answers, by the digest of their prompts' whole blocks."""
 
     def __init__(self, tokens: TokenBytes) -> None:
-        """`tokens` gives the bytes of each token. If it has no `form`, the bytes of a token depend on its neighbours,
-        and then nothing is kept.
+        """`tokens` gives the bytes of each token.
+
+        If it has no `form`, the bytes of a token depend on its neighbours, and then nothing is kept.
         """
         self._tokens = tokens
         self._answers: OrderedDict[bytes, list[_Answer]] = OrderedDict()
+        """Answers by the digest of their prompts' whole blocks. The key that was used last is the last one."""
         self._size = 0
+        """Number of tokens of all kept answers."""
         self.results: Counter[str] = Counter()
         """How often a prompt began with an earlier prompt, by what followed it.
 
@@ -85,7 +90,8 @@ class OwnAnswers:
         changed = False
         hasher = xxh3_128(salt.encode())
         while True:
-            # Shorter prompts come first, because an answer to one of them may be part of a longer prompt.
+            # Earlier prompts that end inside the next block have the digest of all blocks so far as their key. Shorter
+            # prompts come first, because an answer to one of them may be part of a longer prompt.
             found = sorted(self._answers.get(hasher.digest(), ()), key=lambda kept: (kept.prompt_tokens, kept.digest))
             for _, group in groupby(found, key=lambda kept: kept.digest):
                 answers = list(group)

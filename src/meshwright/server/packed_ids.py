@@ -1,7 +1,4 @@
-"""Token ids as bytes.
-
-JSON numbers are slow: 128,000 of them block the event loop for 20 ms, as bytes for less than 1 ms.
-"""
+"""Token ids as bytes. JSON numbers are slow: 128,000 of them block the event loop for 20 ms, as bytes for less than 1 ms."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 _TYPE = "I"
+"""Type code of `array` for unsigned integers of 4 bytes."""
 ID_BYTES = array(_TYPE).itemsize
 """Bytes of one token id."""
 

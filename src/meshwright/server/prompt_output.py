@@ -1,8 +1,7 @@
-"""Log probabilities of prompts as JSON: in OpenAI's format (`echo` with `logprobs`) and in vLLM's
-(`prompt_logprobs`).
+"""Log probabilities of prompts as JSON: in OpenAI's format (`echo` with `logprobs`) and in vLLM's (`prompt_logprobs`).
 
-A prompt may have 100,000 tokens. Its entries are written in portions, and the event loop serves other requests
-between two portions.
+A prompt may have 100,000 tokens. Its entries are written in portions, and the event loop serves other requests between
+two portions.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ class PromptOutput:
         name = self._tokens.name
         texts = [stream.add_one(token)[0] for token in self._prompt]
         texts[-1] += stream.finish()
+        # Number of characters at the beginning that the echo does not show.
         hidden = sum(map(len, texts)) - len(echo)
         entries = [NO_ENTRY._replace(text=text_as_json(texts[0]))]
         end = len(texts[0])

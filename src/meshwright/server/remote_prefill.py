@@ -233,7 +233,10 @@ class RemotePrefill:
                 self.lose(peer)
 
     def serve(self, peer: Peer, *, readable: bool) -> None:
-        """Send the remaining bytes to a peer and process its messages; a wrong message ends the connection."""
+        """Send the remaining bytes to a peer and, if its socket is `readable`, process its messages.
+
+        A wrong message ends the connection.
+        """
         if peer.frames is None:
             return
         try:

@@ -24,6 +24,7 @@ BODY_SECONDS = 30.0
 MOST_ID_BYTES = 128
 """Most bytes of a client's request id."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MOST_ID_BYTES)
+"""A request id that is safe to log: visible ASCII characters."""
 
 
 class ContentResponse:
@@ -55,10 +56,7 @@ def error_response(error: RequestError, path: str) -> ContentResponse:
 
 
 def kept_request_id(value: bytes) -> str | None:
-    """Return a client's `x-request-id` if it is safe to log: 1 to 128 visible ASCII characters.
-
-    Return None otherwise.
-    """
+    """Return a client's `x-request-id` if it is safe to log: 1 to 128 visible ASCII characters. Return None otherwise."""
     return value.decode("ascii") if _REQUEST_ID.fullmatch(value) else None
 
 
@@ -76,9 +74,9 @@ async def client_left(receive: Receive) -> None:
 async def read_body(request: Request, most: int) -> bytes:
     """Read the body of a request, at most `most` bytes.
 
-    Raises RequestError if it is longer, takes longer than `BODY_SECONDS`, or its content type is not
-    application/json. A browser lets pages of other sites send other content types without asking the server first;
-    that is why they are refused.
+    Raises RequestError if it is longer, takes longer than `BODY_SECONDS`, or its content type is not application/json.
+    A browser lets pages of other sites send other content types without asking the server first; that is why they are
+    refused.
     """
     from starlette.requests import ClientDisconnect
 

@@ -1,6 +1,6 @@
 """Turns request bodies into checked requests with token ids, or directly into answers.
 
-It needs no torch, HTTP or engine.
+This module needs no torch, HTTP or engine.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 EFFORT = "reasoning_effort"
 """Chat key for the reasoning effort. Some templates have a variable of this name."""
 SWITCHES = ("enable_thinking", "thinking")
-"""Variables with which other templates switch reasoning on and off.
-
-The effort "none" sets them to false, any other to true.
-"""
+"""Variables with which other templates switch reasoning on and off. The effort "none" sets them to false, any other to true."""
 
 
 class RequestReader:
@@ -64,8 +61,7 @@ class RequestReader:
         vocab: int,
     ) -> None:
         """`model`: the model's name in the API.
-        `template`: result of `chat_template`, compiled once and shared by several readers; None if the model has
-        none.
+        `template`: result of `chat_template`, compiled once and shared by several readers; None if the model has none.
         `context`: most tokens of prompt and answer together.
         `vocab`: token ids are below this number.
         """
@@ -216,8 +212,8 @@ class RequestReader:
     def _force_calls(self, request: CheckedTextRequest, tools: Tools) -> bool:
         """Set the grammar of a request whose answer must be tool calls; nothing happens for other requests.
 
-        Returns whether the grammar is in the model's own notation of calls. If false, and calls are forced, the
-        grammar is a JSON array of calls. Raises RequestError if the request also has a grammar of its own.
+        Returns whether the grammar is in the model's own notation of calls. If false, and calls are forced, the grammar
+        is a JSON array of calls. Raises RequestError if the request also has a grammar of its own.
         """
         if tools.forced is None:
             return False
@@ -241,11 +237,12 @@ class RequestReader:
     def _output(
         self, request: CheckedTextRequest, tools: Tools, prompt: str, *, in_notation: bool
     ) -> OutputFormat | None:
-        """Return how to read the answers to a prompt: which notation has calls and reasoning. None: all text is
-        content.
+        """Return how to read the answers to a prompt: which notation has calls and reasoning.
 
-        If the prompt has already opened the reasoning, this also changes the request's grammar: it then applies to
-        the text after the reasoning.
+        None: all text is content.
+
+        If the prompt has already opened the reasoning, this also changes the request's grammar: it then applies to the
+        text after the reasoning.
         """
         forced = tools.forced is not None
         marks = self._reasoning_marks
@@ -290,10 +287,7 @@ class RequestReader:
         return value
 
     def _prompt(self, prompt: Any, *, special: bool) -> list[int]:
-        """Return the token ids of one prompt, which is a text or a list of token ids.
-
-        Raises RequestError if it is too long.
-        """
+        """Return the token ids of one prompt, which is a text or a list of token ids. Raises RequestError if it is too long."""
         if isinstance(prompt, str):
             self._check_length(checked_text(prompt, "prompt"), "prompt")
             return self._ids(prompt, special=special)
@@ -321,10 +315,7 @@ class RequestReader:
 
 
 def chat_template(spec: ServeSpec, files: ModelFiles) -> ServedChatTemplate | None:
-    """Return the compiled chat template; None if the model has none.
-
-    Raises BadInput for a template that cannot be used.
-    """
+    """Return the compiled chat template; None if the model has none. Raises BadInput for a template that cannot be used."""
     if files.chat_template is None:
         return None
     with nullcontext() if spec.chat_template is None else attach_key("chat_template"):
@@ -338,8 +329,8 @@ def _prompt_writer(
 
     Rendering is expensive, so the caller checks all other keys before it calls that function.
 
-    `limited`: a grammar limits the answer and leaves no room for reasoning. Reasoning is then switched off, unless
-    the request asks for it.
+    `limited`: a grammar limits the answer and leaves no room for reasoning. Reasoning is then switched off, unless the
+    request asks for it.
     """
     messages = read_messages(fields.take("messages"))
     continued = fields.flag("continue_final_message")

@@ -105,6 +105,11 @@ class ResponseFrames:
         return head[end + 4 :]
 
     def _take_chunks(self, data: bytes) -> None:
+        """Follow the chunks in the received bytes.
+
+        A chunk is a line with its size in hexadecimal digits, its content, and a line break. A chunk of size 0 ends the
+        body. After it comes the trailer: lines of headers, and an empty line.
+        """
         position = 0
         size = len(data)
         while position < size:
@@ -133,6 +138,7 @@ class ResponseFrames:
             except ValueError:
                 raise BadAnswer("a chunk without its size") from None
             if length:
+                # The chunk, and the line break after it.
                 self._left = length + 2
             else:
                 self._trailer = True

@@ -24,6 +24,10 @@ class ResponsesBody:
     """Format of log probabilities. This API never shows them; the class is needed for the interface of all bodies."""
 
     def __init__(self, number: str, created: int, model: str, request: CheckedTextRequest) -> None:
+        """`number` makes the answer's id unique.
+
+        `created` is its Unix time in seconds. `model` is the model's name in the API.
+        """
         self._number = number
         self._tool_names = request.tool_names
         self._base: dict[str, Any] = {
@@ -50,7 +54,10 @@ class ResponsesBody:
         """Finish reason of the answer."""
 
     def first(self, index: int, tokens: Mapping[str, Any]) -> bytes:
-        """Return the events that begin the answer."""
+        """Return the events that begin the answer.
+
+        `index` is always 0, and `tokens` is the usage object so far (`bodies.usage`).
+        """
         response = self._response("in_progress")
         names = ("response.created", "response.in_progress")
         return "".join([self._event(name, {"response": response}) for name in names]).encode("ascii")
@@ -92,7 +99,10 @@ class ResponsesBody:
         return self._event("response.failed", {"response": response}).encode("ascii")
 
     def whole(self, texts: Sequence[TextPiece], tokens: Mapping[str, Any]) -> bytes:
-        """Return the complete answer as JSON."""
+        """Return the complete answer as JSON.
+
+        `texts` has exactly one sequence; `tokens` is the usage object (`bodies.usage`).
+        """
         (piece,) = texts
         items = [
             self._call_item(part.call, index) if part.call is not None else self._text_item(part, index)

@@ -10,10 +10,7 @@ from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields
 
 CUSTOM = "input"
-"""Parameter name for `custom` tools, whose input is free text.
-
-The model sees such a tool as a function with this parameter.
-"""
+"""Parameter name for `custom` tools, whose input is free text. The model sees such a tool as a function with this parameter."""
 SEPARATOR = "__"
 """Separates namespace and name in a tool name that the model sees: `files__read`."""
 _NOT_HERE = {
@@ -50,8 +47,7 @@ def read_responses_body(fields: Fields) -> AgentFields:
 def _messages(body: AgentFields, value: object) -> list[dict[str, Any]]:
     """Return the messages of the input.
 
-    One answer of the model may be several items in a row: reasoning, text and calls. They become one assistant
-    message.
+    One answer of the model may be several items in a row: reasoning, text and calls. They become one assistant message.
     """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -96,6 +92,7 @@ def _answer(messages: list[dict[str, Any]], *, begins: bool = False) -> dict[str
 
 
 def _message(item: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a message item as a message of a chat request. `key` is its path in the body, for errors."""
     role = item.get("role")
     content = item.get("content")
     if role not in ("user", "assistant", "system", "developer"):
@@ -115,14 +112,12 @@ def _text(content: object, key: str) -> str:
 
 
 def _reasoning(item: Mapping[str, Any], key: str) -> str:
-    """Return the text of a reasoning item.
-
-    Encrypted reasoning is left out: only the server that wrote it can read it.
-    """
+    """Return the text of a reasoning item. Encrypted reasoning is left out: only the server that wrote it can read it."""
     return _text(item.get("content") or [], f"{key}.content")
 
 
 def _call(item: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an item with a call as a tool call of a chat request. A tool in a namespace is named NAMESPACE__NAME."""
     name = text_of(item, "name", key)
     if item.get("namespace") is not None:
         name = text_of(item, "namespace", key) + SEPARATOR + name
@@ -136,8 +131,8 @@ def _call(item: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _tools(body: AgentFields) -> None:
     """Copy the client's tools into the chat request.
 
-    A tool in a namespace is named NAMESPACE__NAME for the model. Kinds of tools other than functions and `custom`
-    ones are ignored.
+    A tool in a namespace is named NAMESPACE__NAME for the model. Kinds of tools other than functions and `custom` ones
+    are ignored.
     """
     tools: list[dict[str, Any]] = []
     for tool, key in objects(body.fields.take("tools") or [], "tools"):
@@ -158,6 +153,12 @@ def _add_tool(
     tools: list[dict[str, Any]],
     namespace: str = "",
 ) -> None:
+    """Append one tool to `tools` as a function.
+
+    A `custom` tool becomes a function with one text, the parameter `CUSTOM`.
+
+    The client's name of a `custom` tool, or of a tool in a namespace, is remembered in `body.tool_names`.
+    """
     kind = tool.get("type", "function" if namespace else None)
     if kind not in ("function", "custom"):
         body.ignore("another_tool")

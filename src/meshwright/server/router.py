@@ -230,7 +230,10 @@ class ClientConnection(asyncio.Protocol):
         self._router.first_byte.observe(self._loop.time() - self._started)
 
     def finish(self, *, keeps_open: bool) -> None:
-        """End the request. If the connection stays open, begin the client's next request."""
+        """End the request. If the connection stays open, begin the client's next request.
+
+        The connection is closed unless both the caller (`keeps_open`) and the client want it open.
+        """
         self.server = None
         request = self.request
         self.request = None

@@ -60,9 +60,9 @@ def run_server(
 ) -> None:
     """Serve the model in `folder` until SIGTERM or Ctrl-C.
 
-    `say` is called with a line that has the server's address, once the server accepts requests. `cluster` is this
-    host with as many devices as the tensor ranks (`spec.tensor`) or the expert ranks (`experts.count`). Without it,
-    the engine runs on one device. `absorb` is the field of `EngineOptions`.
+    `say` is called with a line that has the server's address, once the server accepts requests. `cluster` is this host
+    with as many devices as the tensor ranks (`spec.tensor`) or the expert ranks (`experts.count`). Without it, the
+    engine runs on one device. `absorb` is the field of `EngineOptions`.
 
     Raises BadInput for wrong settings, and the engine's error if the engine cannot continue.
     """
@@ -150,6 +150,7 @@ class _Server:
 
         spec = self._api.spec
         apps = [api_app(self._api, loopback=is_loopback(spec.host)), admin_app(self._api)]
+        # Without an admin port there is only the server of the API.
         servers = [uvicorn_server(*each) for each in zip(apps, (SERVE, ADMIN), strict=True)][: len(self._sockets)]
         await self._process.connect(self._client)
         if self._api.has_template:
@@ -267,6 +268,8 @@ def uvicorn_server(app: ASGIApp, limits: ListenerLimits = SERVE) -> uvicorn.Serv
     table: ConnectionTable[Any] = ConnectionTable(limits)
 
     class Server(uvicorn.Server):
+        """A uvicorn server that also closes connections which exceed a time limit or are left at shutdown."""
+
         def capture_signals(self) -> Any:
             return nullcontext()
 

@@ -1,6 +1,6 @@
 """The engine's process of a reward model: computes scores for sequences that the HTTP process sends.
 
-The sequences that wait are scored together in one forward pass, within the limits of a batch.
+Sequences that wait are scored together in one forward pass, within the limits of a batch.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ if TYPE_CHECKING:
     from meshwright.server.engine_setup import EngineSetup
 
 USED = ("sequences", "step_tokens", "context")
-"""Settings of `EngineSettings` that a reward model uses: most sequences and most tokens in a batch, and most tokens
-in a sequence.
+"""Settings of `EngineSettings` that a reward model uses: most sequences and most tokens in a batch, and most tokens in
+a sequence.
 """
 
 
 def has_score(folder: Path) -> bool:
-    """Whether the model in a folder is a reward model.
-
-    Raises BadInput if there is no model, Damaged if it is damaged.
-    """
+    """Whether the model in a folder is a reward model. Raises BadInput if there is no model, Damaged if it is damaged."""
     from meshwright.checkpoint.models.stored_model import open_model
 
     with open_model(folder, contents=False) as stored:
@@ -52,8 +49,9 @@ def check_settings(setup: EngineSetup) -> None:
 
 
 def open_setup(setup: EngineSetup, weights: Chosen | None) -> RewardScorer:
-    """Return the scorer, on a GPU if there is one. `weights` is the checkpoint to load; None: the model in
-    `setup.folder`.
+    """Return the scorer, on a GPU if there is one.
+
+    `weights` is the checkpoint to load; None: the model in `setup.folder`.
 
     Raises BadInput for settings that have no effect on a reward model.
     """
@@ -67,12 +65,10 @@ def open_setup(setup: EngineSetup, weights: Chosen | None) -> RewardScorer:
 
 
 class ScoreLoop:
-    """Computes scores until the HTTP process closes the socket.
-
-    A forward pass that fails ends only its own sequences.
-    """
+    """Computes scores until the HTTP process closes the socket. A forward pass that fails ends only its own sequences."""
 
     def __init__(self, scorer: RewardScorer, connection: EngineConnection, options: dict[str, Any]) -> None:
+        """`options` has the fields of `EngineSettings` that are in `USED`."""
         self._scorer = scorer
         self._connection = connection
         self._most_texts = options["sequences"]
@@ -99,6 +95,7 @@ class ScoreLoop:
         return bool(self._waiting) and not self._paused
 
     def _take(self, message: dict[str, Any]) -> None:
+        """Handle one message of the HTTP process."""
         for key, value in message.items():
             if key == "submit":
                 self._waiting.update(dict.fromkeys(value["ids"], ids_of_text(value["tokens"])))
@@ -135,6 +132,7 @@ class ScoreLoop:
         self._connection.send({"step": entries, "figures": EngineFigures(waiting=len(self._waiting))})
 
     def _load(self, folder: str) -> None:
+        """Load newer weights, and tell the HTTP process whether that succeeded."""
         error = None
         try:
             self._scorer.load_weights(Path(folder))

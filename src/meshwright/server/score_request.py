@@ -1,4 +1,4 @@
-"""Reads the body of POST /score: the sequences that a reward model scores. It needs no HTTP or engine."""
+"""Reads the body of POST /score: the sequences that a reward model scores. This module needs neither HTTP nor an engine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def read_score_request(
 ) -> CheckedTextRequest:
     """Return the sequences of a body of /score as a checked request. Raises RequestError for wrong values.
 
-    What is scored is in one of three keys: `input` is a text, a list of token ids, or a list of texts or lists of
-    token ids; `messages` is one conversation; `conversations` is a list of conversations.
+    What is scored is in one of three keys: `input` is a text, a list of token ids, or a list of texts or lists of token
+    ids; `messages` is one conversation; `conversations` is a list of conversations.
 
     `encode(text)` returns the tokens of a text. `encode_chat(messages, tools, variables)` returns the tokens of a
     conversation, where `variables` are further variables of the chat template.

@@ -41,10 +41,7 @@ async def scored(client: EngineClient, model: str, texts: CheckedTextRequest, re
 
 
 def _scores(news: Sequence[News]) -> Iterator[tuple[int, float]]:
-    """Yield (index, score) for each sequence in the news.
-
-    Raises RequestError if one failed, or if the client disconnected.
-    """
+    """Yield (index, score) for each sequence in the news. Raises RequestError if one failed, or if the client disconnected."""
     if not news:
         raise RequestError(400, "the client has closed the connection")
     for item in news:

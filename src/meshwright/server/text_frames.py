@@ -5,8 +5,8 @@ A message is a JSON object and a payload of bytes, which may be empty.
 First the HTTP process sends `{setup, files}`: a `Setup`, and the result of `ModelFiles.pack`, whose bytes are the
 payload. The text process answers with an empty message when it has loaded them.
 
-Then the HTTP process sends jobs `{work, context, vocab}`, each with a request body as payload. The text process
-answers them in the same order, with one of:
+Then the HTTP process sends jobs `{work, context, vocab}`, each with a request body as payload. The text process answers
+them in the same order, with one of:
 
 - `{"request": …}`, with token ids as payload: the result of `CheckedTextRequest.pack`
 - `{"error": {status, message, param, code}}`: a `RequestError`

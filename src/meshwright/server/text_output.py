@@ -120,7 +120,10 @@ class _AlignedLogprobs:
         """Whether tokens were shown since the last call of `take`."""
 
     def add(self, text: str, content: bytes, logprob: Sequence[Any], *, incomplete: bool) -> None:
-        """Append a token with what it adds to the text before stop strings cut it."""
+        """Append a token with what it adds to the text before stop strings cut it.
+
+        `incomplete` says that the token ends inside a character.
+        """
         self._held.append([text, content, logprob, not incomplete])
 
     def add_prompt(self, entries: Sequence[CompletionEntry]) -> None:

@@ -1,8 +1,8 @@
 """A text process: reads and tokenizes request bodies for the HTTP process, which goes on with its streams meanwhile.
 
-So a long prompt, or a chat template with an endless loop, does not delay other requests. The HTTP process starts a
-text process, gives it one job at a time, and kills it if a job takes too long. A text process gets everything over
-its socket: it has no keys and opens no files or connections.
+So a long prompt, or a chat template with an endless loop, does not delay other requests. The HTTP process starts a text
+process, gives it one job at a time, and kills it if a job takes too long. A text process gets everything over its
+socket: it has no keys and opens no files or connections.
 """
 
 from __future__ import annotations
@@ -51,11 +51,9 @@ RENDERS: Sequence[Work] = [
 LEAST_LIMIT_BYTES = 4 << 30
 """Smallest memory limit, in bytes."""
 LIMIT_PER_BODY_BYTE = 400
-"""The memory limit has this many bytes for each byte of the longest allowed body.
-
-Tokenizing takes about 200 of them.
-"""
+"""The memory limit has this many bytes for each byte of the longest allowed body. Tokenizing takes about 200 of them."""
 _RECEIVE_BYTES = 1 << 20
+"""Most bytes of one read from the socket."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Setup:
 
     @classmethod
     def of(cls, spec: ServeSpec, model: str, nice: int) -> Setup:
-        """Return the setup for a server's settings."""
+        """Return the setup for a server's settings. `model` is the model's name in the API, and `nice` the niceness."""
         memory = max(LEAST_LIMIT_BYTES, LIMIT_PER_BODY_BYTE * spec.max_body_bytes)
         return cls(replace(spec, api_key=None, admin_key=None, transfer_key=None), model, nice, memory)
 

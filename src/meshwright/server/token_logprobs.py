@@ -53,8 +53,8 @@ class TextLogprobs(Protocol):
     def add(self, text: str, content: bytes, logprob: float, top: Sequence[tuple[int, float]]) -> None:
         """Append a token.
 
-        `text` and `content` are the characters and bytes that it adds, `logprob` is its log probability, and `top`
-        has (token id, log probability) of the likeliest tokens.
+        `text` and `content` are the characters and bytes that it adds, `logprob` is its log probability, and `top` has
+        (token id, log probability) of the likeliest tokens.
         """
 
     def take(self) -> str:

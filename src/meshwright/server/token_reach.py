@@ -20,9 +20,9 @@ _FORMS: Mapping[str, tuple[float, float]] = {"NFC": (4, 9), "NFD": (1, 3), "NFKC
 Example: (4, 9) for NFC means that at most 4 characters become one character, and at most 9 bytes become one byte.
 
 Normalizing first decomposes each character, then composes some again (NFC and NFKC). Decomposing never reduces the
-number of characters. It can reduce bytes by a factor of 3 in the canonical forms (the Kelvin sign, 3 bytes, becomes
-K) and of 4 in the compatibility forms (mathematical letters of 4 bytes). Composing joins at most 4 characters,
-because no canonical decomposition is longer, and reduces bytes by a factor of at most 3.
+number of characters. It can reduce bytes by a factor of 3 in the canonical forms (the Kelvin sign, 3 bytes, becomes K)
+and of 4 in the compatibility forms (mathematical letters of 4 bytes). Composing joins at most 4 characters, because no
+canonical decomposition is longer, and reduces bytes by a factor of at most 3.
 """
 _LOWERCASE = (1, 3)
 """The same for lower case: no fewer characters, but the Kelvin sign of 3 bytes becomes k."""
@@ -43,7 +43,11 @@ class TokenReach(NamedTuple):
     """Limit for other texts."""
 
     def least_tokens(self, text: str) -> int:
-        """Return a lower bound for the number of tokens of a text."""
+        """Return a lower bound for the number of tokens of a text.
+
+        Example: if a token stands for at most 16 ASCII characters, a text of 100 ASCII characters has at least 7
+        tokens.
+        """
         if text.isascii():
             return -(-len(text) // self.ascii)
         return -(-(len(text.encode("utf-8")) if self.in_bytes else len(text)) // self.other)
@@ -57,8 +61,8 @@ def token_reach(tokenizer: Tokenizer) -> TokenReach | None:
     """Return the limits for a tokenizer, derived from its tokenizer.json. None if there is no limit or it is unknown.
 
     There is no limit if text can disappear without becoming a token. That happens if a normalizer or pre-tokenizer
-    removes it, if an added token swallows the white space next to it, or if any number of unknown characters become
-    one token.
+    removes it, if an added token swallows the white space next to it, or if any number of unknown characters become one
+    token.
     """
     parts = json.loads(tokenizer.to_str())
     try:
@@ -80,10 +84,7 @@ def token_reach(tokenizer: Tokenizer) -> TokenReach | None:
 
 
 def _steps(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, Any]]:
-    """Yield the normalizers or pre-tokenizers of a part of tokenizer.json.
-
-    Those in a sequence are yielded one by one.
-    """
+    """Yield the normalizers or pre-tokenizers of a part of tokenizer.json. Those in a sequence are yielded one by one."""
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -94,7 +95,10 @@ def _steps(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, An
 
 
 def _shrinks(step: Mapping[str, Any], in_bytes: bool) -> float:
-    """Return how much a normalizer can shrink a text: most characters (or bytes) that become one. Raises _Unlimited."""
+    """Return how much a normalizer can shrink a text: most characters, or with `in_bytes` most bytes, that become one.
+
+    Raises _Unlimited if no limit is known.
+    """
     name = step["type"]
     if name in (_BYTE_LEVEL, "Prepend"):
         return 1
@@ -108,7 +112,7 @@ def _shrinks(step: Mapping[str, Any], in_bytes: bool) -> float:
 
 
 def _longest_piece(model: Mapping[str, Any], in_bytes: bool) -> int:
-    """Return the length of the longest token in the vocabulary, in characters or bytes.
+    """Return the length of the longest token in the vocabulary, in characters, or with `in_bytes` in bytes.
 
     Raises _Unlimited unless every character (or byte) of a text is part of some token.
     """

@@ -14,6 +14,7 @@ MOST_TOOLS = 128
 MOST_REFERENCES = 4
 """Most nested references and alternatives of a schema that are followed to find the type of a parameter."""
 _CHOICES = ("none", "auto", "required")
+"""The values of `tool_choice` that are texts."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def _named(choice: object) -> str | None:
 
 
 def _function(tool: object, key: str) -> Mapping[str, Any]:
+    """Return the function of a tool, after checking it. `key` is the tool's path in the body, for errors."""
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(key, '{"type": "function", "function": {"name": …}}', tool)
@@ -116,7 +118,10 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, l
 
 
 def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> list[str]:
-    """Return the JSON types that a schema allows. References are looked up in `root`, and alternatives are followed."""
+    """Return the JSON types that a schema allows. References are looked up in `root`, and alternatives are followed.
+
+    `depth` is the number of references and alternatives that have been followed so far.
+    """
     if not isinstance(schema, dict) or depth > MOST_REFERENCES:
         return []
     types = schema.get("type")
@@ -136,10 +141,7 @@ def schema_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> lis
 
 
 def _type_of(value: object) -> str:
-    """Return the JSON type of a value.
-
-    Lists and objects count as numbers too: the caller only asks whether it is text.
-    """
+    """Return the JSON type of a value. Lists and objects count as numbers too: the caller only asks whether it is text."""
     if isinstance(value, str):
         return "string"
     return "null" if value is None else "number"

@@ -125,20 +125,27 @@ class BlockTransfers:
     def figures(self) -> TransferFigures:
         """The numbers of blocks and prompts that were exchanged so far."""
         receiver = self._receiver
+        figures = TransferFigures(
+            received_blocks=receiver.received_blocks,
+            damaged_blocks=receiver.damaged_blocks,
+            lost_prompts=receiver.lost_prompts,
+            waiting_prompts=len(receiver.prompts),
+            usable_peers=sum(peer.usable for peer in receiver.peers),
+        )
+        sender = self._sender
+        if sender is not None:
+            figures = figures._replace(
+                sent_blocks=sender.sent_blocks, unacknowledged_blocks=sender.unacknowledged_blocks
+            )
         store = self._store
-        sent = 0 if self._sender is None else self._sender.sent_blocks
-        return TransferFigures(
-            sent,
-            receiver.received_blocks,
-            receiver.damaged_blocks + (0 if store is None else store.damaged_blocks),
-            receiver.lost_prompts,
-            len(receiver.prompts),
-            sum(peer.usable for peer in receiver.peers),
-            0 if store is None else store.stored_blocks,
-            0 if store is None else store.fetched_blocks,
-            (0 if store is None else store.unacknowledged_blocks)
-            + (0 if self._sender is None else self._sender.unacknowledged_blocks),
-            store is not None and store.usable,
+        if store is None:
+            return figures
+        return figures._replace(
+            damaged_blocks=figures.damaged_blocks + store.damaged_blocks,
+            stored_blocks=store.stored_blocks,
+            fetched_blocks=store.fetched_blocks,
+            unacknowledged_blocks=figures.unacknowledged_blocks + store.unacknowledged_blocks,
+            store_connected=store.usable,
         )
 
     def begin(self, request: Mapping[str, Any]) -> bool:

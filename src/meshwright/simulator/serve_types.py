@@ -29,9 +29,10 @@ def spare_misses(total: int, sought: float) -> int:
     (range(10, 90), 8)
     """
     counted = len(counted_requests(total))
-    return next(
-        missed - 1 for missed in range(1, counted + 2) if missed > counted or (counted - missed) / counted < sought
-    )
+    missed = 0
+    while missed < counted and (counted - (missed + 1)) / counted >= sought:
+        missed += 1
+    return missed
 
 
 @dataclass(slots=True)

@@ -7,13 +7,14 @@ The step time differs by a few percent from that of `simulate`, which simulates 
 - All micro-batches are equal, so the durations are computed once for each stage.
 - Parameters that are gathered once a step count in the stage's first forward. Gradients that are reduced once a step count in
   its last backward.
+- In layered order the gathers and reductions of each rank are simulated one by one, as a rank's waits hide many of them.
 - `compile_program` turns a schedule into flat lists, without any timing. `simulate_stages` runs over these lists.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -24,10 +25,14 @@ from meshwright.schedules.transfers import AHEAD, Input
 from meshwright.simulator.timing import Timing
 from meshwright.spec.plan import LayerStrategy
 
-Turn = Literal["first", "middle", "last"]
+Turn = Literal["first", "middle", "opening", "last"]
 """Place of an action in the step, which decides about gathers and reductions that happen once a step.
 
-first: the first forward of a stage. last: the stage's last action that computes weight gradients. middle: all other actions.
+- first: the first forward of a stage.
+- opening: in layered order (all micro-batches of a stage run through a unit before the next unit), the first backward of a stage, if
+  it is not the last as well.
+- last: the stage's last action that computes weight gradients.
+- middle: all other actions.
 """
 DurationKey = tuple[tuple[str, int, int | None, Turn], ...]
 """What the duration of an action depends on: its (op, stage, unit, turn), where unit None stands for the whole stage.
@@ -66,6 +71,10 @@ class ActionSeconds(NamedTuple):
     """Whether the action issues at most one reduction, at its end."""
     last_reduction: float = 0.0
     """Duration of the last reduction."""
+    gather: float | None = None
+    """In layered order, seconds of the gather of a unit that must end before the unit's first action. None for its other actions."""
+    copy_after: float = 0.0
+    """In layered order, the part of `compute` that copies gradients for their reduction, after the output message is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,8 @@ class Program:
     """By rank, its stages."""
     last_backward: dict[int, int]
     """By stage, the number of its last action that computes weight gradients."""
+    ends_with_weights: frozenset[int]
+    """Stages for which that action computes weight gradients only."""
     micro_batches: int
 
 
@@ -133,16 +144,20 @@ def simulate_stages(program: Program, durations: StageDurations) -> Totals:
     # A wait for a message can hide only the collectives of the next action: on average a rank's collectives divided by its actions. In
     # layered order it hides none, because the first micro-batch of a unit has issued the unit's collectives long before.
     most_hidden = [0.0 if durations.layered else lanes[r] / program.counts[r].total() for r in ranks]
-    ends, starts, messages, exposed, hidden = _simulate_steps(program, seconds, links, most_hidden)
+    layered_timing = timing if durations.layered else None
+    ends, starts, messages, exposed, hidden, slowed = _simulate_steps(
+        program, seconds, links, most_hidden, layered_timing
+    )
 
-    compute = [sum(count * seconds[key].compute for key, count in program.counts[r].items()) for r in ranks]
+    compute = [sum(count * seconds[key].compute for key, count in program.counts[r].items()) + slowed[r] for r in ranks]
     backward_ends = [[ends[program.last_backward[stage]] for stage in stages] for stages in program.placement]
     tails = [
-        durations.reduction_tail(*stages_and_ends)
+        durations.reduction_tail(*stages_and_ends, program.ends_with_weights)
         for stages_and_ends in zip(program.placement, backward_ends, strict=True)
     ]
     # If a rank's collectives take longer than the compute and the waits that can hide them, the rest is exposed at the end of the step.
-    excess = [max(0.0, lanes[r] - compute[r] - exposed[r] - hidden[r]) for r in ranks]
+    # In layered order each unit waits for its own gather.
+    excess = [0.0 if durations.layered else max(0.0, lanes[r] - compute[r] - exposed[r] - hidden[r]) for r in ranks]
     shard = [max(excess[r], tails[r][0]) for r in ranks]
     replicate = [tails[r][1] for r in ranks]
     closing = [timing.norm_seconds + (timing.optim_seconds[r] if timing.optim_seconds else 0.0) for r in ranks]
@@ -164,17 +179,24 @@ def simulate_stages(program: Program, durations: StageDurations) -> Totals:
 
 
 def _simulate_steps(
-    program: Program, durations: Sequence[ActionSeconds], links: Sequence[float], most_hidden: Sequence[float]
-) -> tuple[list[float], list[float], list[float], list[float], list[float]]:
+    program: Program,
+    durations: Sequence[ActionSeconds],
+    links: Sequence[float],
+    most_hidden: Sequence[float],
+    layered: Timing | None,
+) -> tuple[list[float], list[float], list[float], list[float], list[float], list[float]]:
     """Run over the steps of `program`, where `durations` are by duration key, and `links` are the seconds of a message by link.
 
-    Returns five lists of seconds. The first is by number of the action, the others are by rank:
+    `layered` is the timing in layered order, where gathers and reductions of whole units run beside the actions of many micro-batches.
+
+    Returns six lists of seconds. The first is by number of the action, the others are by rank:
 
     - the time when each action ends;
     - the time when the rank begins its first action;
     - waits for messages in transfer;
     - waits for collectives of the shard axis;
-    - collectives of the shard axis that waits for messages hide, at most `most_hidden[rank]` in each wait.
+    - collectives of the shard axis that waits for messages hide, at most `most_hidden[rank]` in each wait;
+    - seconds by which collectives beside compute slow it down, which in another than the layered order are a part of the durations.
     """
     ranks = len(program.placement)
     ends = [0.0] * (len(program.steps) + 1)
@@ -182,6 +204,17 @@ def _simulate_steps(
     arrivals = [0.0] * (program.messages + 1)
     clocks, exposed_messages, exposed_collectives, reductions_end, starts = ([0.0] * ranks for _ in range(5))
     hidden_collectives = [0.0] * ranks
+    gathers_end = [0.0] * ranks
+    next_gathers: list[list[float]] = [[] for _ in range(ranks)]
+    """By rank, the gathers that are not issued yet, the last first."""
+    for rank, _, key, *_ in reversed(program.steps):
+        if (gather := durations[key].gather) is not None:
+            next_gathers[rank].append(gather)
+    for rank, gathers in enumerate(next_gathers):
+        gathers_end[rank] = gathers.pop() if gathers else 0.0
+    gathered = gathers_end.copy()
+    """By rank, when the gather of its next unit ends."""
+    slowed = [0.0] * ranks
     started = [False] * ranks
     for rank, action, key, new_messages, needed in program.steps:
         for message, sent, posted, previous, link in new_messages:
@@ -196,13 +229,25 @@ def _simulate_steps(
                 start = arrived
         if start > clock:
             hidden_collectives[rank] += min(start - clock, most_hidden[rank])
-        compute, exposed, hidden, exposed_after, until_reduction, single_reduction, last_reduction = durations[key]
+        seconds = durations[key]
+        compute, exposed, hidden, exposed_after, until_reduction, single_reduction, last_reduction, *_ = seconds
+        if (gather := seconds.gather) is not None:
+            if gather:
+                exposed += max(0.0, gathered[rank] - start)
+            if next_gathers[rank] and (following := next_gathers[rank].pop()):
+                gathered[rank] = gathers_end[rank] = max(gathers_end[rank], clock) + following
         if hidden:
             exposed -= min(hidden, start - clock)
         if not started[rank]:
             started[rank] = True
             starts[rank] = start
         end = start + compute + exposed
+        if layered is not None:
+            lane_end = max(gathers_end[rank], reductions_end[rank])
+            slow = layered.gather_slowdown if gathers_end[rank] > reductions_end[rank] else layered.reduce_slowdown
+            slower = min(max(0.0, lane_end - start - exposed), compute * slow) * (1 - 1 / slow)
+            slowed[rank] += slower
+            end += slower
         if until_reduction:
             # The action's first reduction begins after the rank's previous reduction has ended. If it is the only one, at the end of the
             # action, the rank sends the action's output before it waits.
@@ -212,11 +257,15 @@ def _simulate_steps(
             elif delay > 0:
                 exposed = exposed + delay
                 end = end + delay
-            reductions_end[rank] = end + exposed_after + last_reduction
-        ends[action] = end
+            begin = end + exposed_after
+            if layered is not None and layered.shared_communicator:
+                reductions_end[rank] = gathers_end[rank] = max(begin, gathers_end[rank]) + last_reduction
+            else:
+                reductions_end[rank] = begin + last_reduction
+        ends[action] = end - seconds.copy_after
         clocks[rank] = end + exposed_after
         exposed_collectives[rank] += exposed + exposed_after
-    return ends, starts, exposed_messages, exposed_collectives, hidden_collectives
+    return ends, starts, exposed_messages, exposed_collectives, hidden_collectives, slowed
 
 
 class StageDurations:
@@ -264,11 +313,14 @@ class StageDurations:
             equal_stages.append(first.setdefault((stage == 0, stage == self.stages - 1, tuple(units), seconds), stage))
         return equal_stages
 
-    def reduction_tail(self, stages: Sequence[int], ends: Sequence[float]) -> tuple[float, float]:
+    def reduction_tail(
+        self, stages: Sequence[int], ends: Sequence[float], ends_with_weights: Container[int]
+    ) -> tuple[float, float]:
         """Return how long a rank's reductions take after its last action.
 
         The first result is the seconds until all reductions over the shard axis have ended, the second the further seconds until all
-        reductions over replicas have ended. `stages` are the stages of the rank, `ends` the times at which their last backwards end.
+        reductions over replicas have ended. `stages` are the stages of the rank, `ends` the times at which their last backwards end;
+        those of `ends_with_weights` compute weight gradients only.
         """
         timing = self.timing
         shards_end = 0.0
@@ -276,9 +328,11 @@ class StageDurations:
         micro_batches_per_turn = self.micro_batches if self.layered else 1
         for end, stage in sorted(zip(ends, stages, strict=True)):
             reduce = timing.reduce[stage] if timing.reduce else [0.0] * len(self.units[stage])
+            inputs_too = stage not in ends_with_weights
             halves = zip(timing.backward_input[stage], timing.backward_weight[stage], [*reduce[1:], 0.0], strict=True)
             seconds = [
-                max(micro_batches_per_turn * (inputs + weights), reduction) for inputs, weights, reduction in halves
+                max(micro_batches_per_turn * (inputs * inputs_too + weights), reduction)
+                for inputs, weights, reduction in halves
             ]
             time = end - sum(seconds)
             for unit in reversed(range(len(seconds))):
@@ -327,7 +381,9 @@ class StageDurations:
         units = order if forward else order[::-1]
         micro_batches_per_turn = self.micro_batches if self.layered else 1
         first_or_last = turn == ("first" if forward else "last")
-        gathered = [op != "backward_weight" and self._gathers(stage, unit, forward, first_or_last) for unit in units]
+        opens = self.layered and (turn in ("first", "opening") or (turn == "last" and self.micro_batches == 1))
+        gathers_here = opens if self.layered else first_or_last
+        gathered = [op != "backward_weight" and self._gathers(stage, unit, forward, gathers_here) for unit in units]
         if not forward and stage == self.stages - 1:  # parameters of the head stay gathered from its forward
             gathered[0] = False
         reduced = [weights and self._reduces(stage, unit, first_or_last) for unit in units]
@@ -351,21 +407,30 @@ class StageDurations:
             span = micro_batches_per_turn * own_seconds + copies
             lane = gather + pending if timing.shared_communicator else max(gather, pending)
             slow = timing.gather_slowdown if gather > pending else timing.reduce_slowdown
-            slowed = min(lane, span * slow) * (1 - 1 / slow)
+            slowed = 0.0 if self.layered else min(lane, span * slow) * (1 - 1 / slow)
             # The first two units' gathers are issued before the stage waits for its input.
             waiting_unit = units[0] if following < 2 else unit
-            wait = min(gather, max(0.0, lane - span - slowed))
+            wait = 0.0 if self.layered else min(gather, max(0.0, lane - span - slowed))
             exposed[waiting_unit] += wait
             hidden[waiting_unit] += wait * (following < 2)
             pending = timing.reduce[stage][unit] if reduced[index] and timing.reduce else 0.0
             compute = own_seconds + copies + slowed
             durations[unit] = compute, compute if reduced[index] else 0.0, pending
-        if forward and turn == "first" and stage == 0 and timing.unshard:
+        if forward and turn == "first" and stage == 0 and timing.unshard and not self.layered:
             exposed[0] += timing.unshard[0][0]
-        return [
+        by_unit = [
             ActionSeconds(compute, exposed[unit], hidden[unit], 0.0, until_reduction, True, last_reduction)
             for unit, (compute, until_reduction, last_reduction) in enumerate(durations)
         ]
+        if not self.layered:
+            return by_unit
+        for index, unit in enumerate(units):
+            gather = timing.unshard[stage][unit] if gathered[index] and timing.unshard else 0.0
+            by_unit[unit] = by_unit[unit]._replace(
+                gather=gather if opens else None,
+                copy_after=timing.copy_in[stage][unit] if reduced[index] and timing.copy_in else 0.0,
+            )
+        return by_unit
 
     def _gathers(self, stage: int, unit: int, forward: bool, first_or_last: bool) -> bool:
         reshard = self.units[stage][unit].reshard
@@ -416,6 +481,7 @@ class _Compiler:
         self.rank_of = rank_of(self.placement)
         self.duration_keys: dict[DurationKey, int] = {}
         self.last_backward: dict[int, int] = {}
+        self.ends_with_weights = set[int]()
         self.links: dict[tuple[int, int, int], int] = {}
         self.by_rank: list[list[tuple[int, int, tuple[Input, ...]]]] = []
         """By rank, its actions: (number of the action, index in `duration_keys`, inputs that come from other ranks)."""
@@ -475,28 +541,34 @@ class _Compiler:
             messages=len(self.messages),
             placement=self.placement,
             last_backward=self.last_backward,
+            ends_with_weights=frozenset(self.ends_with_weights),
             micro_batches=self.micro_batches,
         )
 
     def _numbered(self, actions: Sequence[Action], first: int) -> list[tuple[int, int, tuple[Input, ...]]]:
         """Number a rank's actions from `first` on. Returns for each: (number, index in `duration_keys`, inputs from other ranks)."""
         last = _last_micro_batch(actions)
+        opening: dict[int, int] = {}
+        """By stage, the micro-batch whose backward is first."""
         numbered = []
         for number, action in enumerate(actions, first):
             key: list[tuple[str, int, int | None, Turn]] = []
             inputs: list[Input] = []
             for op, stage, micro_batch, unit, *_ in action.parts:
                 forward = op in FORWARD
-                turn = "middle"
+                turn: Turn = "middle"
                 if forward:
                     # In layered order, the first micro-batch is "first" in every unit of its stage.
                     if micro_batch == 0:
                         turn = "first"
                 elif last[stage] == micro_batch:
                     turn = "last"
+                elif self.units and opening.setdefault(stage, micro_batch) == micro_batch:
+                    turn = "opening"
                 key.append((op, stage, unit, turn))
                 if op in ("backward", "backward_weight"):
                     self.last_backward[stage] = number
+                    (self.ends_with_weights.add if op == "backward_weight" else self.ends_with_weights.discard)(stage)
                 if op != "backward_weight":
                     inputs += self._exchange(forward, stage, micro_batch, unit, number)
             index = self.duration_keys.setdefault(tuple(key), len(self.duration_keys))

@@ -54,7 +54,10 @@ def simulate_plan(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
 
 
 def stage_program(plan: Plan, layers: int) -> Program:
-    """Return the plan's schedule as a Program for `simulate_stages`. Its actions are units in layered order, else whole stages.
+    """Return the plan's schedule as a Program for `simulate_stages`.
+
+    In layered order all micro-batches of a stage run through a unit before the next unit, so the actions of the Program are units. In
+    other orders its actions are whole stages.
 
     Raises BadInput as `training_schedule` does.
     """
@@ -82,7 +85,7 @@ def memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool) -> t
     return _memory_of(model, train, plan.without_prediction, cpu)
 
 
-@lru_cache(maxsize=256)  # a search needs the result twice: whether a plan fits, and its bytes
+@lru_cache(maxsize=4096)  # a search needs results again: whether a plan fits, its bytes, and ends that layouts share
 def _memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, cpu: bool) -> tuple[dict[str, int], ...]:
     peaks = _activation_peaks(plan, model.layers, activation_bytes(model, train, plan))
     return memory_by_rank(model, train, plan, cpu=cpu, activation_peaks=peaks)

@@ -38,6 +38,7 @@ class Timeline:
 
     schedule: Schedule
     step_seconds: float
+    """Seconds of the whole step."""
     compute_seconds: tuple[float, ...]
     """Seconds in forwards and backwards, by rank."""
     exposed_seconds: tuple[dict[str, float], ...]
@@ -50,6 +51,7 @@ class Timeline:
     """Seconds from the first forward to the end of the last backward and of the copy of its gradients, over all ranks.
     """
     records: tuple[Record, ...]
+    """All actions with their times."""
 
     @property
     def bubble(self) -> float:

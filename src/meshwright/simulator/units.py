@@ -107,6 +107,7 @@ class UnitCosts:
         """By index of a block, the indices of all blocks on the same pipeline rank."""
         self._block_seconds: dict[tuple[Recompute, int, Linear], Seconds] = {}
         self._exposed_copies: dict[int, tuple[float, float]] = {}
+        self._parameters_by_kind: dict[int | str, UnitParameters] = {}
         self._representatives: dict[tuple[int, LayerStrategy, int | None], int] = {}
         machine = cost_inputs.machine
         layout = cost_inputs.layout
@@ -284,12 +285,17 @@ class UnitCosts:
 
     def parameters(self, unit: Unit) -> UnitParameters:
         """Return the parameters of the unit on one rank, before and after sharding."""
+        kind = self.model.kind(unit) if isinstance(unit, int) else unit
+        if kind not in self._parameters_by_kind:
+            self._parameters_by_kind[kind] = self._parameters(kind)
+        return self._parameters_by_kind[kind]
+
+    def _parameters(self, unit: int | str) -> UnitParameters:
+        """Return the `parameters` of a kind of block (its number), of the embedding or of the head."""
         tensor = self.plan.axis_size("tensor")
         shards = shard_size(self.plan)
         if isinstance(unit, int):
-            kind = self.model.kind(unit)
-            expert = experts_over(self.plan)
-            return block_unit(self.model, kind=kind, tensor=tensor, shards=shards, expert=expert)
+            return block_unit(self.model, kind=unit, tensor=tensor, shards=shards, expert=experts_over(self.plan))
         ends = end_units(self.model, tensor=tensor, shards=shards, expert=experts_over(self.plan))
         if unit == "embed":
             return ends.embed
@@ -389,7 +395,8 @@ class UnitCosts:
         """Return the seconds of a reduction that runs during the backward of a unit like `unit`; alone it takes `seconds`.
 
         A reduction within a node takes no longer than alone. A reduction across nodes takes longer, by `Constants.net_yield` times the
-        seconds in which both run. The backward is that of one micro-batch, or in layered order that of all micro-batches.
+        seconds in which both run. The backward is that of one micro-batch. In layered order, where all micro-batches run through a unit
+        before the next unit, it is the backward of all micro-batches.
         """
         if number(ranks.domains) == 1:
             return seconds
@@ -574,9 +581,12 @@ _OF_OTHER_COSTS = dict.fromkeys(
         "fill",
         "in_flight",
         "in_flight_last",
+        "forwards_first",
         "vee",
         "fullest_layers",
         "head_layers",
+        "slowest_layers",
+        "slowest_head_layers",
         "keep_gathered",
         "gather_once",
         "reduce_once",

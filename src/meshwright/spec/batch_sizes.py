@@ -40,7 +40,9 @@ class BatchSizes:
     """The sizes of a run's steps: first the stages of `ramp`, then steps of `batch` samples."""
 
     batch: int
+    """Samples of a step after the ramp."""
     ramp: Sequence[BatchStage] = ()
+    """Stages with smaller batches at the start of the run."""
 
     @cached_property
     def _stages(self) -> tuple[_Stage, ...]:

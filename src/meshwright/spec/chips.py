@@ -325,8 +325,9 @@ _DRIVER_NAMES = {
 
 
 def chip_from_device_name(name: str) -> str | None:
-    """Return the chip of the table for a driver's device name ("NVIDIA H100 80GB HBM3" → "H100"); None if it is not
-    known.
+    """Return the chip of the table for a driver's device name ("NVIDIA H100 80GB HBM3" → "H100").
+
+    The result is None if it is not known.
     """
     spellings = {chip.upper(): chip for chip in CHIPS}
     if name.upper() in spellings:

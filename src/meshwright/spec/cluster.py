@@ -33,11 +33,11 @@ class ClusterSpec:
     A run checks the memory that its host really has.
     """
     network: NetworkSpec | None = None
-    """The network between devices; none is that of the chip's reference machine."""
+    """The network between devices; none is the network of the chip's reference machine."""
     host_mtbf_hours: Annotated[float, Bound(more_than=0)] = 6300.0
     """Mean time between failures of one host that end a job, in hours, for `checkpoint.every: auto`.
 
-    The default is that of Llama 3's training (arXiv 2407.21783): 419 interruptions in 54 days on 2,048 hosts.
+    The default comes from Llama 3's training (arXiv 2407.21783): 419 interruptions in 54 days on 2,048 hosts.
     """
     price_per_gpu_hour: Annotated[float, Bound(more_than=0, at_most=1e6)] | None = None
     """Price of one device for one hour, in any currency; none is the price in the table (US dollars on demand), if it
@@ -54,7 +54,7 @@ class ClusterSpec:
     profile: str | None = None
     """File that `meshwright profile` wrote on such a machine.
 
-    Its rates replace those of the datasheet and the fitted constants.
+    Its rates replace the datasheet's rates and the fitted constants.
     """
 
     @property

@@ -51,8 +51,11 @@ class TimedRequest(NamedTuple):
     """A request with its arrival time."""
 
     arrival_seconds: float
+    """Seconds from the start of the workload to the request."""
     input_tokens: int
+    """Tokens of the prompt."""
     output_tokens: int
+    """New tokens of the answer."""
     prefix_blocks: tuple[int, ...] = ()
     """Ids of the prompt's blocks of `PREFIX_BLOCK` tokens.
 
@@ -73,8 +76,9 @@ class Quantisation:
 
     @property
     def release_mistake(self) -> tuple[str, str] | None:
-        """Return (the key of a format that this release cannot serve, what is expected there); None if it can serve all
-        of them.
+        """Return (the key of a format that this release cannot serve, what is expected there).
+
+        The result is None if it can serve all of them.
         """
         servable = get_args(WeightFormat)
         weights, experts = (None if value == "bf16" else value for value in (self.weights, self.experts))
@@ -106,7 +110,9 @@ class InstanceSpec:
     Each group computes the attention of its own requests.
     """
     token_budget: Positive = 2048
-    """Most prompt tokens of a step, in addition to one token of each running request (`step_tokens` of a server)."""
+    """Maximum number of prompt tokens of a step, in addition to one token of each running request (`step_tokens` of a
+    server).
+    """
 
     @property
     def devices(self) -> int:
@@ -190,8 +196,9 @@ class Deployment:
 
     @property
     def release_mistake(self) -> tuple[str, str] | None:
-        """Return (the key, for all instances, with a value that this release cannot serve; what is expected there);
-        None if there is none.
+        """Return (the key, for all instances, with a value that this release cannot serve; what is expected there).
+
+        The result is None if there is none.
         """
         if self.software is not None:
             return "software", f"software: expected none, as this program is no {self.software}"
@@ -200,19 +207,20 @@ class Deployment:
 
 
 def deployment_name(deployment: Deployment) -> str:
-    """Return a short text about the instances: `4 × TP2, 2,048 tokens` or `5 prefill × TP1 + 3 decode × TP1`."""
+    """Return a short text about the instances: `4 × TP 2, 2,048 tokens` or `5 prefill × TP 1 + 3 decode × TP 1`."""
     parts = []
     for instance in deployment.instances:
         role = "" if instance.role == "both" else f" {instance.role}"
-        expert = f" EP{instance.expert}" if instance.expert > 1 else ""
+        expert = f" EP {instance.expert}" if instance.expert > 1 else ""
         budget = f", {instance.token_budget:,} tokens" if instance.role == "both" else ""
-        parts.append(f"{instance.count}{role} × TP{instance.tensor}{expert}{budget}")
+        parts.append(f"{instance.count}{role} × TP {instance.tensor}{expert}{budget}")
     return " + ".join(parts)
 
 
 def release_error(instance: InstanceSpec, quantisation: Quantisation) -> str | None:
-    """Return the key of an instance that this release cannot serve, with what it expects and why; None if it serves the
-    instance.
+    """Return the key of an instance that this release cannot serve, with what it expects and why.
+
+    The result is None if it serves the instance.
     """
     if instance.expert > 1 and (instance.tensor > 1 or instance.role != "both"):
         return (
@@ -250,7 +258,7 @@ class ServeLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests: those of a trace, or equal requests that arrive at random."""
+    """Requests: either the requests of a trace, or equal requests that arrive at random."""
 
     trace: str | None = None
     """CSV file (or `.csv.gz`) with columns arrival_seconds, input_tokens, output_tokens and, if wanted, prefix_blocks_of_512."""

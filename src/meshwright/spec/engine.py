@@ -24,6 +24,7 @@ class ExpertRanks:
     """
 
     count: int = 1
+    """Number of devices."""
     dispatch: Dispatch | None = None
     """Number format in which tokens are sent to experts on other devices; none is the model's dtype."""
     micro_batches: int = 1
@@ -50,7 +51,7 @@ class Speculation:
     """
 
     tokens: int = 4
-    """Most draft tokens of a request in a step."""
+    """Maximum number of draft tokens of a request in a step."""
     longest: int = 4
     """Prompt lookup searches a sequence for an earlier copy of its own last tokens.
 
@@ -78,9 +79,9 @@ class EngineSettings:
     """Sizes and formats of an engine, which are also keys of `meshwright serve`. Raises BadInput for sizes below 1."""
 
     sequences: Positive = 256
-    """Most requests in a batch."""
+    """Maximum number of requests in a batch."""
     step_tokens: Positive = 8192
-    """Most prompt tokens of a step, in addition to one token of each running request.
+    """Maximum number of prompt tokens of a step, in addition to one token of each running request.
 
     Longer prompts are cut into chunks.
     """

@@ -176,8 +176,11 @@ class Mistake:
     column: int | None
     """Column, counted from 1; None for an override on the command line."""
     key: str
+    """Dotted key with the mistake."""
     expected: str
+    """What is valid there."""
     got: str
+    """What is there."""
     nearest: str | None = None
     """The nearest valid value, if one is known."""
 
@@ -195,7 +198,9 @@ class WrongKey(NamedTuple):
     """A value of a model that does not fit other values of it."""
 
     key: str
+    """Key of the model with the value."""
     found: str
+    """The value, as text."""
     expected: str
     """What was expected. It may name other keys in braces.
 
@@ -203,6 +208,7 @@ class WrongKey(NamedTuple):
     divisor of model.heads = 4".
     """
     near: str | None = None
+    """The nearest valid value, if one is known."""
     beside: tuple[tuple[str, Any], ...] = ()
     """Names and values of the keys in braces."""
 
@@ -242,7 +248,7 @@ class Refusal(Mistake):
 COMPARED_CHARACTERS = 200
 """Number of characters of a word that are compared with valid words."""
 MOST_LISTED = 100
-"""Most mistakes that one report lists; it states the number of the others."""
+"""Maximum number of mistakes that one report lists; it states the number of the others."""
 
 
 class BadConfig(BadInput):
@@ -265,8 +271,9 @@ class BadConfig(BadInput):
 
 
 def nearest_file(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate file whose name is most similar to `name`; all candidates have the same extension, which is
-    not compared.
+    """Return the candidate file whose name is most similar to `name`.
+
+    All candidates have the same extension, which is not compared.
     """
     names = {PurePath(candidate).stem: candidate for candidate in candidates}
     close = nearest(PurePath(name).stem, names)

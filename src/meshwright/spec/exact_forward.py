@@ -16,8 +16,9 @@ VOCABULARY = 8
 
 
 def inexact_reason(model: ModelSpec) -> str | None:
-    """Return which part of a model has no exact forward in this release, as text; None if the whole forward is exact
-    (`kernels.exact_attention`).
+    """Return which part of a model has no exact forward in this release, as text.
+
+    The result is None if the whole forward is exact (`kernels.exact_attention`).
     """
     for block in model.block_kinds:
         if block.moe is not None:

@@ -276,8 +276,9 @@ def variants(arguments: Sequence[Any]) -> tuple[type, ...]:
 
 
 def variant_of(sections: Sequence[type], data: Any) -> type:
-    """Return the spec class whose `name` is that of the data, or a similar name; the first class if the data have no
-    such name.
+    """Return the spec class with the `name` that the data have, or with a similar name.
+
+    The result is the first class if the data have no such name.
     """
     by_name = {typing.get_args(hints_of(section)["name"])[0]: section for section in sections}
     name = str(data.get("name", "")).lower() if isinstance(data, Mapping) else ""

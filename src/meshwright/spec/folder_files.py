@@ -17,16 +17,16 @@ from meshwright.spec.errors import BadInput, Damaged, MeshwrightError
 
 MiB = 1 << 20
 JSON_BYTES = 64 * MiB
-"""Most bytes of a JSON file; the largest known one has 10 MiB."""
+"""Maximum number of bytes of a JSON file; the largest known one has 10 MiB."""
 TOKENIZER_BYTES = 256 * MiB
-"""Most bytes of a tokenizer's file; the largest known one has 35 MiB."""
+"""Maximum number of bytes of a tokenizer's file; the largest known one has 35 MiB."""
 TEMPLATE_BYTES = 4 * MiB
-"""Most bytes of a chat template; the largest known one has 0.1 MiB."""
+"""Maximum number of bytes of a chat template; the largest known one has 0.1 MiB."""
 
 MOST_LEVELS = 64
 """Deepest nesting of lists and objects in JSON."""
 MOST_DIGITS = 300
-"""Most characters of a whole number in JSON, so that it fits in a double.
+"""Maximum number of characters of a whole number in JSON, so that it fits in a double.
 
 Tokenizers have a `model_max_length` of 10^30.
 """

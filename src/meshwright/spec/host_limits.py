@@ -30,7 +30,9 @@ class MemoryLimit:
     """Memory of a control group in bytes."""
 
     limit: int
+    """Maximum memory of the group."""
     used: int
+    """Memory that it uses now."""
     reclaimable: int
     """The part of `used` that the kernel can surely free: inactive pages of files."""
 

@@ -100,7 +100,8 @@ def exchanged_heads(kv_heads: int, tensor: int) -> int:
 
 
 def keeps_weights(plan: Plan) -> bool:
-    """Return whether no micro-batch of a plan needs a collective of its own: units stay gathered, or run in layered
-    order.
+    """Return whether no micro-batch of a plan needs a collective of its own.
+
+    This is so if units stay gathered, or in layered order, where all micro-batches run through a unit before the next unit.
     """
     return plan.layered or all(not layer.reshard and layer.gradients == "whole" for layer in plan.layers)

@@ -70,7 +70,7 @@ def rank_shape(spec: ModelSpec, parameter: ParameterSpec, part: AxisPart) -> tup
 def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
     """Return a model with the dimensions of the blocks of one of `ranks` tensor ranks.
 
-    The number of experts, the vocabulary and the hidden width are those of the whole model.
+    The number of experts, the vocabulary and the hidden width do not change.
     """
     widths = {name: kind.ffn_hidden and kind.ffn_hidden // ranks for name, kind in spec.blocks.items()}
     return replace(
@@ -85,8 +85,9 @@ def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
 
 
 def split_error(spec: ModelSpec, ranks: int) -> str | None:
-    """Return which numbers of tensor ranks can divide the model for inference, as text, if `ranks` cannot; None if they
-    can.
+    """Return which numbers of tensor ranks can divide the model for inference, as text, if `ranks` cannot.
+
+    The result is None if they can.
     """
     if error := tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, None):
         return error

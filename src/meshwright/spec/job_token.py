@@ -14,7 +14,7 @@ from meshwright.spec.errors import BadInput
 TOKEN_VARIABLE = "MESHWRIGHT_TOKEN_FILE"
 """Environment variable with the path of the file that has the token."""
 SHORTEST_TOKEN = 16
-"""Fewest characters of a token."""
+"""Minimum number of characters of a token."""
 
 
 def job_token(env: Mapping[str, str] | None = None) -> str:

@@ -1,7 +1,7 @@
-"""The dimensions of a decoder, its parameter table, and counts derived from them.
+"""The dimensions of a decoder, the table of its parameters, and numbers that follow from them.
 
-`parameters(spec)` is the only table of a model's weights. A test compares the modules of `models/` with it; initial
-values, weight decay, sharding, Hugging Face import and export and memory estimates read it.
+`parameters(spec)` is the only table of a model's weights. A test compares the modules of `models/` with it. Initial
+values, weight decay, sharding, import and export of Hugging Face folders, and memory estimates read it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.spec.errors import WrongKey, nearest
 from meshwright.spec.fields import Bound, Name, NotNegative, Positive
 
 LATENT_NORM_EPS = 1e-6
-"""DeepSeek's norms of latents do not use the model's epsilon."""
+"""Epsilon of the norms of latents: DeepSeek does not use the model's own epsilon there."""
 BESIDE_LATENTS: dict[str, Any] = {
     "positions": "rope",
     "rope_width": 0,
@@ -45,25 +45,28 @@ BESIDE_LATENTS: dict[str, Any] = {
     "score_cap": None,
     "sinks": False,
 }
-"""Values of keys that latent attention needs, beside as many key/value heads as heads."""
+"""Values that other keys must have with latent attention. In addition, `kv_heads` must equal `heads`."""
 SCALINGS = ("rope_scaling", "yarn", "longrope")
-"""Keys of scalings of the rotary frequencies, of which a model, or a kind of layer, has one at most."""
+"""Keys of scalings of the rotary frequencies. A model, and each kind of layer, has at most one of them."""
 EXPERT_RANKS = 8
-"""Adapters of experts have a multiple of this rank: grouped matmuls read rows of 16 bytes."""
+"""The rank of adapters of experts is a multiple of this, because grouped matmuls read rows of 16 bytes."""
 SCORE = "head.score"
-"""Weight of a head that gives a score."""
+"""Name of the weight of a head that gives a score."""
 MOST_PARAMETERS = 10**15
-"""Weights of a model: more exceed the arithmetic of the cost model."""
+"""Largest number of weights of a model. With more, numbers of the cost model would overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindSpec:
-    """A kind of block (`model.blocks.NAME`): where it differs from the other keys of `model`. A key that is none is the model's."""
+    """A kind of block (`model.blocks.NAME`): the keys in which it differs from the other keys of `model`.
+
+    A key that is none is the model's.
+    """
 
     sliding_window: NotNegative | None = None
-    """Each token attends to this many tokens, itself included; 0 is full causal attention."""
+    """Each token attends to at most this many tokens, itself included; 0 is full causal attention."""
     positions: Literal["rope", "none"] | None = None
-    """Rotary embedding, or no positions in attention."""
+    """Rotary embedding, or attention without positions."""
     rope_theta: Annotated[float, Bound(more_than=0)] | None = None
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
@@ -71,9 +74,9 @@ class KindSpec:
     yarn: YarnScaling | None = None
     """YaRN scaling of the rotary frequencies."""
     ffn_hidden: Positive | None = None
-    """Width inside the feed-forward network of a dense layer."""
+    """Inner width of the feed-forward network of a dense layer."""
     routed: bool | None = None
-    """Whether the layer has the model's experts in place of a dense feed-forward network."""
+    """Whether the layer has the model's experts instead of a dense feed-forward network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,23 +84,23 @@ class ModelSpec:
     """A decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen2.5, Qwen3, DeepSeek-V2/V3, MegaScale variants, MoE models."""
 
     family: Annotated[str, Name("family")]
-    """Model family, which gives the Hugging Face parameter names and config keys of import and export."""
+    """Model family, which decides parameter names and config keys of Hugging Face folders for import and export."""
     layers: Annotated[int, Bound(at_least=1, at_most=1000)]
-    """Transformer blocks. The planner times every block of every layout, so their number is limited."""
+    """Number of transformer blocks. It is limited, because the planner times every block of every layout."""
     hidden: Positive
     """Width of the residual stream."""
     heads: Positive
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: Positive
-    """Key and value heads; fewer than `heads` is grouped-query attention."""
+    """Number of key heads, and of value heads; fewer than `heads` is grouped-query attention."""
     head_dim: Positive
     """Width of one head."""
     ffn_hidden: Positive
-    """Width inside the feed-forward network of a dense layer."""
+    """Inner width of the feed-forward network of a dense layer."""
     vocab_size: NotNegative = 0
-    """Rows of the embedding; 0 takes the tokenizer's size, rounded up to a multiple of 128."""
+    """Rows of the embedding; 0 is the tokenizer's size, rounded up to a multiple of 128."""
     max_seq_len: Positive = 2048
-    """Longest sequence the model is built for, in tokens."""
+    """Longest sequence for which the model is built, in tokens."""
     positions: Literal["rope", "learned"] = "rope"
     """Rotary embedding, or a learned table added to the token embedding."""
     rope_theta: Annotated[float, Bound(more_than=0)] = 10000.0
@@ -109,48 +112,53 @@ class ModelSpec:
     longrope: LongRopeScaling | None = None
     """LongRoPE scaling of the rotary frequencies (Phi-3, Phi-4-mini)."""
     rope_width: NotNegative = 0
-    """Rotated elements at the start of each query and key head; 0 rotates whole heads."""
+    """Number of elements at the start of each query and key head that are rotated; 0 rotates whole heads."""
     rope_pairs: Pairs = "halves"
-    """Elements that are rotated together: i and i + width / 2, or the neighbours 2i and 2i + 1 (GLM-4, Ernie 4.5)."""
+    """Which elements are rotated together: i and i + width / 2 (halves), or 2i and 2i + 1 (neighbours; GLM-4, Ernie
+    4.5).
+    """
     query_growth: Annotated[float, Bound(at_least=0)] = 0.0
-    """Growth of queries with their position p: factor 1 + this · log(1 + ⌊p / yarn.original_max_seq_len⌋) (Ministral 3)."""
+    """Growth of queries with their position p: they are multiplied by 1 + this · log(1 + ⌊p /
+    yarn.original_max_seq_len⌋) (Ministral 3).
+    """
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation before attention, before the feed-forward network and before the head."""
     norm_eps: Annotated[float, Bound(more_than=0)] = 1e-5
     """Added to the variance before the square root."""
     norm_plus_one: bool = False
-    """RMS norms multiply by 1 + weight, and weights start from zero (Gemma)."""
+    """RMSNorm multiplies by 1 + weight, and weights start from zero (Gemma)."""
     input_norms: bool = True
-    """Norms of the inputs of attention and feed-forward network; false needs `output_norms` (OLMo 2)."""
+    """Whether the inputs of attention and feed-forward network are normed; false needs `output_norms` (OLMo 2)."""
     output_norms: bool = False
-    """Norms of the outputs of attention and feed-forward network too, before they are added (Gemma)."""
+    """Whether the outputs of attention and feed-forward network are normed before they are added (Gemma)."""
     residual_factor: Annotated[float, Bound(more_than=0)] = 1.0
-    """Factor of the outputs of attention and feed-forward network, before they are added (Granite)."""
+    """Factor of the outputs of attention and feed-forward network before they are added (Granite)."""
     mlp: Literal["swiglu", "geglu", "clamped_swiglu", "gelu"] = "swiglu"
     """Gated SiLU, gated GELU, gpt-oss's clamped gated SiLU, or GELU without a gate; GELU is its tanh approximation."""
     bias: bool = False
     """Biases in every projection (not in the head)."""
     qkv_bias: bool = False
-    """Biases of queries, keys and values; `bias` has them too (Qwen2)."""
+    """Biases of queries, keys and values, which `bias` also has (Qwen2)."""
     out_bias: bool = False
-    """A bias of attention's output projection; `bias` has it too (gpt-oss)."""
+    """A bias of attention's output projection, which `bias` also has (gpt-oss)."""
     qk_norm: bool = False
     """RMSNorm of each query and key head before RoPE (Qwen3)."""
     qk_norm_whole: bool = False
-    """`qk_norm` is over all heads of a token together (OLMo 2)."""
+    """Whether `qk_norm` is over all heads of a token together (OLMo 2)."""
     qk_norm_rotated: bool = False
-    """`qk_norm` is of heads behind RoPE (Hunyuan)."""
+    """Whether `qk_norm` comes after RoPE, not before it (Hunyuan)."""
     embedding_scale: Annotated[float, Bound(more_than=0)] = 1.0
     """Factor of token embeddings, rounded to their dtype (Gemma: √hidden)."""
     logit_factor: Annotated[float, Bound(more_than=0)] = 1.0
     """Factor of the head's input, and so of the logits (Granite)."""
     tied: bool = False
-    """The head is the transposed token embedding."""
+    """Whether the head's weight is the token embedding."""
     head: Literal["vocabulary", "score"] = "vocabulary"
-    """What the head computes of a token: a logit for each row of the vocabulary, or one number, the score of the text up to it. Only
-    `preference.loss: reward` trains a score, and sets this key."""
+    """What the head computes for a token: a logit for each row of the vocabulary, or one number, the score of the text
+    up to this token. Only `preference.loss: reward` trains a score, and sets this key.
+    """
     parallel_block: bool = False
-    """Attention and feed-forward network read one norm and are added together (MegaScale §3.1)."""
+    """Whether attention and feed-forward network read the same norm and are added together (MegaScale §3.1)."""
     score_scale: Annotated[float, Bound(more_than=0)] | None = None
     """Factor of attention scores before the softmax; none is 1 / √head_dim."""
     score_cap: Annotated[float, Bound(more_than=0)] | None = None
@@ -158,36 +166,48 @@ class ModelSpec:
     logit_cap: Annotated[float, Bound(more_than=0)] | None = None
     """Logits z become cap · tanh(z / cap); none does not cap them (Gemma 2)."""
     sinks: bool = False
-    """Each head has a trained score that takes part in every softmax and has no value (gpt-oss)."""
+    """Whether each head has a trained score that takes part in every softmax and has no value (gpt-oss)."""
     sliding_window: Positive | None = None
-    """Each token attends to this many tokens, itself included; none is full causal attention."""
+    """Each token attends to at most this many tokens, itself included; none is full causal attention."""
     experts: NotNegative = 0
-    """Routed experts that replace a layer's feed-forward network; a router picks some for each token. 0 is a dense model."""
+    """Number of routed experts of a layer, which replace its feed-forward network.
+
+    A router chooses some of them for each token. 0 is a dense model.
+    """
     experts_per_token: NotNegative = 0
-    """Experts that the router picks for each token."""
+    """Number of experts that the router chooses for each token."""
     expert_hidden: NotNegative = 0
-    """Width inside one routed expert."""
+    """Inner width of one routed expert."""
     shared_expert_hidden: NotNegative = 0
-    """Width inside the shared expert, which every token passes; 0 is none."""
+    """Inner width of the shared expert, which computes every token; 0 is no shared expert."""
     shared_expert_gate: bool = False
-    """The shared expert's output is multiplied by a sigmoid of the token (Qwen2-MoE)."""
+    """Whether the shared expert's output is multiplied by a sigmoid that depends on the token (Qwen2-MoE)."""
     expert_bias: bool = False
     """Biases of the router and of the experts' linear layers (gpt-oss)."""
     normalised_routing: bool = True
-    """Weight a token's experts by their scores divided by the sum of those picked; false: by the scores."""
+    """Whether the weights of a token's experts are their scores divided by the sum of the chosen scores; otherwise they
+    are the scores.
+    """
     first_dense_layers: NotNegative = 0
-    """Layers at the start that have a dense feed-forward network in place of experts."""
+    """Number of layers at the start that have a dense feed-forward network instead of experts."""
     router: RouterScore = "softmax"
-    """Scores of the router. `sigmoid` (DeepSeek-V3) and `biased_softmax` (ERNIE 4.5) pick experts by score plus a bias that balances their
-    loads."""
+    """Scores of the router.
+
+    `sigmoid` (DeepSeek-V3) and `biased_softmax` (ERNIE 4.5) choose experts by score plus a bias, which balances their
+    loads.
+    """
     expert_groups: Positive = 1
-    """Groups of experts, of which a token uses `groups_per_token` (DeepSeek)."""
+    """Number of groups of experts. The experts of a token are in `groups_per_token` of them (DeepSeek)."""
     groups_per_token: Positive = 1
-    """Groups that the router picks first: by their best score, or with a bias for the choice by the sum of their two best."""
+    """Number of groups that the router chooses first: by their best score, or if the choice has a bias by the sum of
+    their two best scores.
+    """
     routing_scale: Annotated[float, Bound(more_than=0)] = 1.0
     """Factor of the experts' weights."""
     kv_rank: NotNegative = 0
-    """Width of the latent from which keys and values are computed (multi-head latent attention, DeepSeek); 0 is none."""
+    """Width of the latent from which keys and values are computed (multi-head latent attention, DeepSeek); 0 is other
+    attention.
+    """
     q_rank: NotNegative = 0
     """Width of the latent from which queries are computed; 0 computes them from the residual stream."""
     rope_head_dim: NotNegative = 0
@@ -195,30 +215,33 @@ class ModelSpec:
     value_head_dim: NotNegative = 0
     """Width of a value head in latent attention."""
     prediction_depth: Annotated[int, Bound(at_least=0, at_most=16)] = 0
-    """Modules after the last block, of which the k-th predicts the token k + 1 ahead (multi-token prediction, DeepSeek-V3)."""
+    """Number of modules after the last block.
+
+    Module k predicts the token k + 1 positions ahead (multi-token prediction, DeepSeek-V3).
+    """
     init_std: Annotated[float, Bound(more_than=0)] = 0.02
     """Standard deviation of initial weights; projections back into the residual stream use it / √(2·layers)."""
     blocks: dict[str, KindSpec] = field(default_factory=dict)
-    """Kinds of blocks by name, of a model whose layers differ. A kind has the keys above where it does not set its own."""
+    """Kinds of blocks by name, for a model whose layers differ. A kind has the keys above unless it sets its own."""
     pattern: tuple[str, ...] = ()
     """Kinds of the layers in order, repeated and cut at `layers`: `[5*local, global]`."""
     first: tuple[str, ...] = ()
     """Kinds of the first layers, before `pattern`."""
     sequence: tuple[str, ...] = ()
-    """Kinds of all layers, in place of `pattern`."""
+    """Kinds of all layers, instead of `pattern`."""
     adapter: AdapterSpec | None = None
-    """Low-rank adapters of linear layers. A run with them trains only them; all other weights stay as they are."""
+    """Low-rank adapters of linear layers. A run with adapters trains only them; all other weights do not change."""
 
     def __hash__(self) -> int:
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields without what is cached: another process hashes texts otherwise."""
+        """Return the fields without the cached values, because the hash of a text differs in another process."""
         return {key.name: getattr(self, key.name) for key in fields(self)}
 
     @cached_property
     def _hash(self) -> int:
-        """The planner's caches look a spec up for every layout, so its hash is computed once."""
+        """Return the hash. It is computed once, because the planner's caches look up a model for every layout."""
         values = [
             tuple(value.items()) if isinstance(value := getattr(self, key.name), dict) else value
             for key in fields(self)
@@ -227,65 +250,73 @@ class ModelSpec:
 
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
-        """For each layer the number of its block among `block_kinds`."""
+        """Return for each layer the index of its block in `block_kinds`."""
         return _kinds(self)[1]
 
     @cached_property
     def block_kinds(self) -> tuple[BlockSpec, ...]:
-        """The distinct blocks, in the order in which layers first have them."""
+        """Return the different blocks, in the order in which layers first have them."""
         return _kinds(self)[0]
 
     def kind(self, layer: int) -> int:
-        """The number of a layer's block among `block_kinds`; blocks of prediction modules, from `layers` on, equal the last layer's."""
+        """Return the index of a layer's block in `block_kinds`.
+
+        Prediction modules have the numbers from `layers` on; their block is the block of the last layer.
+        """
         return self.layer_kinds[min(layer, self.layers - 1)]
 
     def block(self, layer: int) -> BlockSpec:
-        """The block of a layer, or of a prediction module as in `kind`."""
+        """Return the block of a layer, or of a prediction module as in `kind`."""
         return self.block_kinds[self.kind(layer)]
 
     def routed(self, layer: int) -> bool:
-        """Whether block `layer` has experts in place of a dense feed-forward network; prediction modules as in `kind`."""
+        """Return whether block `layer` has experts instead of a dense feed-forward network.
+
+        Prediction modules are numbered as in `kind`.
+        """
         return self.block(layer).moe is not None
 
     @property
     def routed_layers(self) -> int:
-        """Layers with experts, without prediction modules."""
+        """Return the number of layers with experts, without prediction modules."""
         return sum(map(self.routed, range(self.layers)))
 
     @property
     def embedding_at_both_ends(self) -> bool:
-        """Whether the last stage uses the token embedding too: as a tied head, or in prediction modules."""
+        """Return whether the last pipeline stage also uses the token embedding: as a tied head, or in prediction
+        modules.
+        """
         return self.tied or self.prediction_depth > 0
 
     @property
     def outputs(self) -> int:
-        """Numbers that the head computes of a token."""
+        """Return how many numbers the head computes for a token."""
         return 1 if self.head == "score" else self.vocab_size
 
     @property
     def residual_norm(self) -> NormSpec:
-        """The norms of the residual stream."""
+        """Return the norm of the residual stream."""
         return NormSpec(kind=self.norm, eps=self.norm_eps, plus_one=self.norm_plus_one)
 
     @property
     def windowed(self) -> bool:
-        """Whether some layers attend to a window."""
+        """Return whether some layers attend to a window."""
         return any(block.mixer.window is not None for block in self.block_kinds)
 
     @cached_property
     def dense_widths(self) -> dict[str, int]:
-        """Widths inside the feed-forward networks of dense layers by their keys, those of kinds among them."""
+        """Return the inner widths of the feed-forward networks of dense layers by their keys, also of kinds."""
         kinds = {f"blocks.{name}.ffn_hidden": kind.ffn_hidden for name, kind in self.blocks.items()}
         return {"ffn_hidden": self.ffn_hidden, **{key: width for key, width in kinds.items() if width}}
 
     @property
     def value_width(self) -> int:
-        """Width of the values, and of attention's output, over all query heads."""
+        """Return the width of attention's output: the values of all query heads."""
         return self.heads * (self.value_head_dim if self.kv_rank else self.head_dim)
 
     @property
     def rotary_dim(self) -> int:
-        """Width of the rotated part of a head."""
+        """Return the width of the rotated part of a head."""
         return self.rope_head_dim if self.kv_rank else self.rope_width or self.head_dim
 
 
@@ -294,20 +325,22 @@ class BlockRun:
     """Consecutive equal blocks of a model."""
 
     block: BlockSpec
+    """Each of the blocks."""
     first: int
-    """Layer of the first of them."""
+    """Number of the layer of the first of them."""
     count: int
+    """Number of blocks."""
 
 
-@lru_cache(maxsize=64)  # the planner asks for every layout
+@lru_cache(maxsize=64)  # cached, because the planner asks for every layout
 def sequence(spec: ModelSpec) -> tuple[BlockRun, ...]:
-    """The blocks of a model in order, as runs of equal ones."""
+    """Return the blocks of a model in order; consecutive equal blocks are one entry."""
     runs = ((kind, list(layers)) for kind, layers in groupby(range(spec.layers), spec.kind))
     return tuple(BlockRun(spec.block_kinds[kind], layers[0], len(layers)) for kind, layers in runs)
 
 
 def _kinds(spec: ModelSpec) -> tuple[tuple[BlockSpec, ...], tuple[int, ...]]:
-    """The distinct blocks of a model, and for each layer the number of its block."""
+    """Return the different blocks of a model, and for each layer the index of its block."""
     keys = [(name, layer >= spec.first_dense_layers) for layer, name in enumerate(kind_names(spec))]
     of_key = {key: block_of(spec, *key) for key in dict.fromkeys(keys)}
     numbers = {block: number for number, block in enumerate(dict.fromkeys(of_key.values()))}
@@ -315,13 +348,16 @@ def _kinds(spec: ModelSpec) -> tuple[tuple[BlockSpec, ...], tuple[int, ...]]:
 
 
 def kind_names(spec: ModelSpec) -> tuple[str, ...]:
-    """The name of each layer's kind, as the keys describe it; empty names for a model without kinds."""
+    """Return the name of each layer's kind, as the keys describe it; empty names for a model without kinds."""
     repeated = cycle(expanded(spec.pattern) or ("",))
     return (*expanded(spec.sequence or spec.first), *islice(repeated, spec.layers))[: spec.layers]
 
 
 def layer_order(spec: ModelSpec) -> str:
-    """The order of a model's kinds of layers on one line, `layers: 5*local, global, repeated`; empty if all are described alike."""
+    """Return the order of a model's kinds of layers on one line: `layers: 5*local, global, repeated`.
+
+    It is empty without kinds.
+    """
     if not spec.blocks:
         return ""
     first = ", ".join(spec.sequence or spec.first)
@@ -332,7 +368,10 @@ def layer_order(spec: ModelSpec) -> str:
 
 
 def block_of(spec: ModelSpec, name: str = "", routed: bool = True) -> BlockSpec:
-    """The block of the kind `name`; it has no experts if not `routed`, or if model or kind have none."""
+    """Return the block of the kind `name`.
+
+    It has experts if `routed` is true and both the model and the kind have experts.
+    """
     kind = spec.blocks.get(name, KindSpec())
     spec = _with_keys(spec, kind)
     norm = spec.residual_norm
@@ -354,24 +393,24 @@ def block_of(spec: ModelSpec, name: str = "", routed: bool = True) -> BlockSpec:
 
 
 def _with_keys(spec: ModelSpec, kind: KindSpec) -> ModelSpec:
-    """The model with the keys that a kind sets."""
+    """Return the model with the keys that a kind sets."""
     keys = {key.name: getattr(kind, key.name) for key in fields(kind) if key.name != "routed"}
     given: dict[str, Any] = {name: value for name, value in keys.items() if value is not None}
     if "sliding_window" in given:
         given["sliding_window"] = given["sliding_window"] or None
     if any(scaling in given for scaling in SCALINGS):
-        given = {**dict.fromkeys(SCALINGS), **given}  # a kind's scaling replaces the model's, of any form
+        given = {**dict.fromkeys(SCALINGS), **given}  # a scaling of a kind replaces any scaling of the model
     return replace(spec, **given) if given else spec
 
 
 def described_bodies(spec: ModelSpec) -> tuple[BlockBody, ...]:
-    """Every mixer and feed-forward network that the flat keys describe, whether a layer has it or not."""
+    """Return every mixer and feed-forward network that the keys describe, whether a layer has it or not."""
     flat = (*block_of(spec, routed=False).bodies, *((moe_of(spec),) if spec.experts else ()))
     return tuple(dict.fromkeys((*flat, *(body for block in spec.block_kinds for body in block.bodies))))
 
 
 def _layer_mistakes(spec: ModelSpec) -> Iterator[WrongKey]:
-    """What is wrong between keys of layers."""
+    """Yield what is wrong between keys of layers."""
     routed = [spec.routed(layer) for layer in range(spec.layers)]
     if routed != sorted(routed):
         yield WrongKey("pattern", "dense layers behind experts", "dense layers before those with experts")
@@ -408,7 +447,11 @@ def _layer_mistakes(spec: ModelSpec) -> Iterator[WrongKey]:
 
 
 def unusable_keys(spec: ModelSpec) -> Iterator[WrongKey]:
-    """What is wrong with keys that no body of the model has: of experts, of latent attention, or beside it."""
+    """Yield what is wrong with keys that do not belong to one body of the model.
+
+    These are the order of layers, keys of experts or of latent attention in a model without them, and keys that latent
+    attention excludes.
+    """
     yield from pattern_mistakes(spec.layers, tuple(spec.blocks), spec.pattern, spec.first, spec.sequence)
     yield from _layer_mistakes(spec)
     yield from _adapter_mistakes(spec)
@@ -426,7 +469,7 @@ def unusable_keys(spec: ModelSpec) -> Iterator[WrongKey]:
 
 
 def _adapter_mistakes(spec: ModelSpec) -> Iterator[WrongKey]:
-    """What is wrong with the targets of adapters."""
+    """Yield what is wrong with the adapters."""
     if spec.adapter is None:
         return
     known = adapter_targets(spec)
@@ -450,7 +493,7 @@ def _adapter_mistakes(spec: ModelSpec) -> Iterator[WrongKey]:
 
 
 def attention_of(spec: ModelSpec) -> AttentionSpec:
-    """Attention with keys and values by head, as the flat keys describe it."""
+    """Return attention with keys and values for each head, as the keys describe it."""
     rotary = RotarySpec(
         width=spec.rotary_dim,
         base=spec.rope_theta,
@@ -476,7 +519,7 @@ def attention_of(spec: ModelSpec) -> AttentionSpec:
 
 
 def latent_attention_of(spec: ModelSpec) -> LatentAttentionSpec:
-    """Latent attention, as the flat keys describe it."""
+    """Return latent attention, as the keys describe it."""
     return LatentAttentionSpec(
         heads=spec.heads,
         head_dim=spec.head_dim,
@@ -495,12 +538,15 @@ def latent_attention_of(spec: ModelSpec) -> LatentAttentionSpec:
 
 
 def feed_forward_of(spec: ModelSpec, width: int, *, bias: bool | None = None) -> FeedForwardSpec:
-    """A feed-forward network of a width; its biases are the model's unless `bias` says otherwise."""
+    """Return a feed-forward network with inner width `width`.
+
+    Whether it has biases is the model's choice, unless `bias` is given.
+    """
     return FeedForwardSpec(width=width, activation=spec.mlp, bias=spec.bias if bias is None else bias)
 
 
 def moe_of(spec: ModelSpec) -> MoESpec:
-    """The MoE layer, as the flat keys describe it."""
+    """Return the MoE layer, as the keys describe it."""
     router = RouterSpec(
         score=spec.router,
         normalised=spec.normalised_routing,
@@ -519,11 +565,11 @@ def moe_of(spec: ModelSpec) -> MoESpec:
     )
 
 
-@lru_cache(maxsize=64)  # the planner calls it for every layout
+@lru_cache(maxsize=64)  # cached, because the planner asks for every layout
 def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """Every weight of the model in the order the module registers them; a tied head is not listed.
+    """Return all weights of the model in the order in which its modules register them. A tied head is not among them.
 
-    A score's weight is trained beside adapters too: it is new.
+    With adapters, only they are trained, and the weight of a score, because it is new.
     """
     weights = [_matrix("embed.weight", spec.vocab_size, spec.hidden, spec.init_std, "rows")]
     if spec.positions == "learned":
@@ -532,7 +578,8 @@ def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
         weights.extend(layer_parameters(spec, layer))
     weights.extend(_norm(spec, "norm"))
     if spec.head == "score":
-        # So a score's deviation is 1 where the norm's weights are 1 (Stiennon et al. 2020).
+        # With this deviation, scores have a standard deviation of 1 if the norm's weights are 1 (Stiennon et al.
+        # 2020).
         weights.append(_matrix(SCORE, 1, spec.hidden, 1 / math.sqrt(spec.hidden + 1)))
     elif not spec.tied:
         weights.append(_matrix("head.weight", spec.vocab_size, spec.hidden, spec.init_std, "rows"))
@@ -545,23 +592,29 @@ def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
 
 @lru_cache(maxsize=64)
 def block_parameters(spec: ModelSpec, kind: int) -> tuple[ParameterSpec, ...]:
-    """Every weight of the first block of a kind; other blocks of the kind differ in names only."""
+    """Return all weights of the first block of a kind.
+
+    Other blocks of the kind differ only in the names of their weights.
+    """
     return tuple(_named(f"layers.{spec.layer_kinds.index(kind)}", spec.block_kinds[kind]))
 
 
 @lru_cache(maxsize=64)
 def end_parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """Every weight of the embedding, the final norm, the head and the prediction modules."""
+    """Return all weights of the embedding, the final norm, the head and the prediction modules."""
     return tuple(parameter for parameter in parameters(spec) if not parameter.name.startswith("layers."))
 
 
 def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[ParameterSpec]:
-    """The weights of block `layer`, in registration order."""
+    """Return the weights of block `layer`, in the order of their registration."""
     return _named(f"layers.{layer}", spec.block(layer))
 
 
 def prediction_parameters(spec: ModelSpec, depth: int) -> Iterator[ParameterSpec]:
-    """The weights of prediction module `depth`, from 0, in registration order; embedding and head are the model's."""
+    """Yield the weights of prediction module `depth`, counted from 0, in the order of their registration.
+
+    Embedding and head are not among them, because the modules use the model's embedding and head.
+    """
     prefix = f"predictions.{depth}"
     yield from _norm(spec, f"{prefix}.token_norm")
     yield from _norm(spec, f"{prefix}.hidden_norm")
@@ -571,56 +624,62 @@ def prediction_parameters(spec: ModelSpec, depth: int) -> Iterator[ParameterSpec
 
 
 def _named(prefix: str, block: BlockSpec) -> Iterator[ParameterSpec]:
-    """The weights of a block, with their names in the model."""
+    """Return the weights of a block with their names in the model."""
     return (replace(weight, name=f"{prefix}.{weight.name}") for weight in block.table().weights)
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Stored weights; a tied head counts once."""
+    """Return the number of stored weights. A tied head counts once."""
     return sum(parameter.count for parameter in parameters(spec))
 
 
 def active_parameter_count(spec: ModelSpec) -> int:
-    """Weights used for one token: of the routed experts, those that the router picks."""
+    """Return the number of weights that are used for one token. Of the routed experts, only the chosen ones count."""
     return sum(_active(spec, parameter) for parameter in parameters(spec))
 
 
-@lru_cache(maxsize=64)  # a search asks for it with every plan
+@lru_cache(maxsize=64)  # cached, because a search asks for it with every plan
 def trained_parameter_count(spec: ModelSpec) -> int:
-    """Weights that a run trains: all, or those of its adapters and of a score."""
+    """Return the number of weights that a run trains: all of them, or with adapters only the adapters and the weight of
+    a score.
+    """
     return sum(parameter.count for parameter in parameters(spec) if not parameter.frozen)
 
 
 def without_adapter(spec: ModelSpec) -> ModelSpec:
-    """The model without its adapters: the same base."""
+    """Return the model without its adapters."""
     return spec if spec.adapter is None else replace(spec, adapter=None)
 
 
 def with_score(spec: ModelSpec) -> ModelSpec:
-    """The model with a head that gives a score."""
+    """Return the model with a head that gives a score."""
     return replace(spec, head="score", tied=False)
 
 
 def adapter_targets(spec: ModelSpec) -> tuple[str, ...]:
-    """Our names of the linear layers that can have an adapter, and of their fused parts."""
+    """Return our names of the linear layers that can have an adapter, and of their fused parts."""
     tables = (block.table() for block in without_adapter(spec).block_kinds)
     return tuple(dict.fromkeys(name for table in tables for name in target_names(table.operations)))
 
 
 def prediction_parameter_count(spec: ModelSpec) -> int:
-    """Weights of the prediction modules, without the embedding and the head that they share with the model."""
+    """Return the number of weights of the prediction modules, without the embedding and the head that they share with
+    the model.
+    """
     return sum(parameter.count for parameter in parameters(spec) if parameter.predicts)
 
 
 @lru_cache(maxsize=64)
 def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
-    """Training FLOPs (forward and backward) per token at `seq_len`.
+    """Return the training FLOPs (forward and backward) of one token in sequences of `seq_len` tokens.
 
-    6 per weight of every matmul (the head counts also when tied, embedding look-ups do not; of routed experts
-    those used for a token) plus attention scores and values: 6·layers·(heads·head_dim + value width)·length. `causal=False` counts the
-    full square as torchtitan does; `causal=True` counts the unmasked half, as Megatron does. A frozen weight counts 4: its gradient is not
-    computed. Norms, RoPE and
-    activations are not counted. A prediction module counts as a layer, its projection and another use of the head.
+    - Each weight of a matmul counts 6 FLOPs. Of the routed experts, only the chosen ones count. A tied head counts too;
+      looking up embeddings does not.
+    - A frozen weight counts 4 FLOPs, because its gradient is not computed.
+    - Attention scores and values count 6 · layers · (heads · head_dim + value width) · length. With `causal=True`, the
+      length is half of `seq_len`, as Megatron counts. With `causal=False`, it is `seq_len`, as torchtitan counts.
+    - A prediction module counts as a layer, its projection, and one more use of the head.
+    - Norms, RoPE and activation functions do not count.
     """
     predicting = (BlockRun(spec.block(spec.layers), spec.layers, spec.prediction_depth),)
     runs = (*sequence(spec), *(predicting if spec.prediction_depth else ()))
@@ -631,7 +690,7 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
 
 
 def block_flops_per_token(block: BlockSpec, seq_len: int, *, causal: bool) -> float:
-    """`flops_per_token` of one block."""
+    """Return the `flops_per_token` of one block."""
     table = block.table()
     attention = sum(
         op.heads * (op.key_dim + op.value_dim) * mean_span(op.window, seq_len, causal) for op in table.attends
@@ -641,13 +700,17 @@ def block_flops_per_token(block: BlockSpec, seq_len: int, *, causal: bool) -> fl
 
 
 def _active(spec: ModelSpec, parameter: ParameterSpec) -> int:
+    """Return the number of a parameter's weights that are used for one token."""
     if not parameter.expert:
         return parameter.count
     return parameter.count * spec.experts_per_token // spec.experts
 
 
 def mean_span(window: int | None, seq_len: int, causal: bool) -> float:
-    """Mean number of positions a token attends to, itself included, with at most `window` of them."""
+    """Return the mean number of positions to which a token attends, with at most `window` of them (None: all).
+
+    With `causal`, it is about half of `seq_len` without a window: 4,096 tokens have a mean of 2,048.
+    """
     window = min(window or seq_len, seq_len)
     if not causal:
         return float(window)
@@ -659,5 +722,5 @@ def _matrix(name: str, out: int, inputs: int, std: float, split: TensorSplit = "
 
 
 def _norm(spec: ModelSpec, name: str) -> Iterator[ParameterSpec]:
-    """The weights of a norm of the residual stream outside of blocks."""
+    """Return the weights of a norm of the residual stream outside the blocks."""
     return spec.residual_norm.operation(name, "x", Value(name, spec.hidden), spec.hidden).weights()

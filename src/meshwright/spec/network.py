@@ -18,7 +18,7 @@ Fabric = Literal["infiniband", "roce", "efa", "tcp"]
 class NetworkSpec:
     """A network of two levels (inside a node, between nodes), maybe with an oversubscribed level above.
 
-    A key that is left out is that of the chip's reference machine.
+    A key that is left out has the value of the chip's reference machine.
     """
 
     fabric: Fabric | None = None
@@ -33,8 +33,8 @@ class NetworkSpec:
     port_us: Rate | None = None
     """Latency of one step across nodes, microseconds."""
     domain: Positive | None = None
-    """Number of devices that are connected at link speed: those of a node, or more if links leave the node (NVL72: 64
-    or 72).
+    """Number of devices that are connected at link speed: the devices of a node, or more if links leave the node
+    (NVL72: 64 or 72).
     """
     pod_nodes: Positive | None = None
     """Number of nodes below the oversubscribed level; none if there is no such level."""
@@ -68,7 +68,7 @@ TCP).
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Nodes that differ from the other nodes of the cluster. Their ranks follow after those of the other nodes."""
+    """Nodes that differ from the other nodes of the cluster. Their ranks follow after the ranks of the other nodes."""
 
     nodes: Positive
     """Number of nodes."""

@@ -36,8 +36,9 @@ class NodeType:
 
     @property
     def link(self) -> float:
-        """Return the bytes/s from a device to its neighbours inside the node; infinite for a device that is not in the
-        chip table.
+        """Return the bytes/s from a device to its neighbours inside the node.
+
+        The result is infinite for a device that is not in the chip table.
         """
         if self.link_gb_per_s:
             return self.link_gb_per_s * 1e9
@@ -45,8 +46,9 @@ class NodeType:
 
     @property
     def port(self) -> float:
-        """Return the bytes/s of a device's share of the node's ports; infinite for a device that is not in the chip
-        table.
+        """Return the bytes/s of a device's share of the node's ports.
+
+        The result is infinite for a device that is not in the chip table.
         """
         if self.port_gb_per_s:
             return self.port_gb_per_s * 1e9
@@ -131,8 +133,9 @@ def slowest_rank_cluster(cluster: ClusterSpec, layout: Layout) -> ClusterSpec:
 
 
 def memory_limits(cluster: ClusterSpec, layout: Layout) -> tuple[int, ...] | None:
-    """Return for each pipeline rank the memory of its smallest device in bytes; None for `cpu` and for chips that are
-    not in the table.
+    """Return for each pipeline rank the memory of its smallest device in bytes.
+
+    The result is None for `cpu` and for chips that are not in the table.
     """
     smallest = cluster.memory_bytes()
     if smallest is None:

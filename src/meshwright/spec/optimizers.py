@@ -101,8 +101,8 @@ OptimizerSpec = AdamWSpec | LambSpec | MuonSpec | SgdSpec
 def weight_decay_of(parameter: ParameterSpec, decay: float, groups: Sequence[DecayGroup]) -> float:
     """Return the weight decay of a parameter.
 
-    It is that of the last group whose pattern matches its name. If no group matches, it is `decay`, or 0 for a
-    parameter that does not decay.
+    The last group whose pattern matches its name decides it. If no group matches, it is `decay`, or 0 for a parameter
+    that does not decay.
     """
     matches = (group.decay for group in reversed(groups) if fnmatchcase(parameter.name, group.names))
     return next(matches, decay if parameter.decay else 0.0)

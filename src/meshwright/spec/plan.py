@@ -120,15 +120,15 @@ class LayerStrategy:
     linear: Linear | None = None
     """Number format of these layers' matmuls.
 
-    `compute` is that of the plan's `compute`, without fp8; none is the plan's `linear`.
+    `compute` is the format of the plan's `compute`, without fp8; none is the plan's `linear`.
     """
 
-    @property
+    @cached_property
     def activations_offloaded(self) -> bool:
         """Return whether activations are offloaded to host memory."""
         return self.offload in ("activations", "both")
 
-    @property
+    @cached_property
     def optimizer_offloaded(self) -> bool:
         """Return whether the optimizer's state is offloaded to host memory."""
         return self.offload in ("optimizer", "both")
@@ -194,7 +194,7 @@ class ExpertPlan:
     """Which experts of other ranks a rank also has in a step; `plan_keys.PlanKeys.expert_policy` explains the values.
     """
     slots: NotNegative = 0
-    """Most experts of other ranks that a rank has in a step, per layer; 0 with policy none."""
+    """Maximum number of experts of other ranks that a rank has in a step, per layer; 0 with policy none."""
     keep: bool = False
     """Whether the copied experts of a layer stay gathered for the whole step. Only with copies."""
     load_window: Positive = 5
@@ -338,7 +338,7 @@ class Plan:
     """Where gradient shards are summed over micro-batches, for layers with gradients `shard`."""
     mlp_tile: NotNegative = 0
     """Tokens of a tile of the feed-forward networks, in layers with recompute all_but_attention or full; 0: all tokens
-    at once. The activations of a tile are computed again in the backward, and freed before those of the next tile.
+    at once. The activations of a tile are computed again in the backward, and freed before the next tile.
     """
     compile: bool = True
     """Whether each block is compiled with `torch.compile`."""
@@ -360,12 +360,12 @@ class Plan:
         """Return the number of ranks that read different samples."""
         return self.axis_size("replicate") * self.axis_size("shard") * self.axis_size("hybrid")
 
-    @property
+    @cached_property
     def layered(self) -> bool:
         """Return whether all micro-batches run through a layer before the next layer."""
         return self.schedule.name == "breadth_first"
 
-    @property
+    @cached_property
     def paired(self) -> bool:
         """Return whether two micro-batches run through each layer together."""
         return self.schedule.name == "paired"
@@ -401,7 +401,7 @@ class Plan:
         return {}  # a cache by number of layers; hashing all strategies for every layer would be slow
 
     def strategy_of(self, parameter: str, layers: int) -> LayerStrategy:
-        """Return the strategy of a parameter, by its name: that of the block `layer_of` it."""
+        """Return the strategy of a parameter, by its name: the strategy of the block `layer_of` returns."""
         return self.strategy(layer_of(parameter, layers), layers)
 
     def tile(self, layer: int, layers: int) -> int:
@@ -432,7 +432,7 @@ def layer_of(parameter: str, layers: int) -> int:
     """Return the number of the block whose strategy a parameter has, by the name of the parameter.
 
     A parameter of a block has the strategy of that block. Embedding and positions have the strategy of the first block;
-    the final norm, the head and prediction modules have that of the last block.
+    the final norm, the head and prediction modules have the strategy of the last block.
     """
     module, _, suffix = parameter.partition(".")
     if module == "layers":

@@ -132,7 +132,7 @@ class PlanKeys:
     every step.
     """
     expert_slots: NotNegative | None = None
-    """Most experts of other ranks that a rank has in a step, per layer."""
+    """Maximum number of experts of other ranks that a rank has in a step, per layer."""
     expert_keep: bool | None = None
     """Whether copied experts stay gathered for the whole step; false frees them after each use and gathers them again
     for the backward.
@@ -185,8 +185,9 @@ class PlanKeys:
     """Number format of forward and backward; left out, bf16 if the GPUs have it, else fp32. fp16 can only be planned.
     """
     linear: Linear | None = None
-    """Number format of the linear layers' matmuls: that of `compute`, or fp8 with one scale per tensor or row
-    (docs/design/fp8.md). Embedding, norms, attention and head are never in fp8."""
+    """Number format of the linear layers' matmuls: the format of `compute`, or fp8 with one scale per tensor or row
+    (docs/design/fp8.md). Embedding, norms, attention and head are never in fp8.
+    """
     gather: Literal["compute", "fp8"] | None = None
     """Number format of weights while they are gathered; left out, fp8 if `linear` here is fp8_tensorwise."""
     reduce: Literal["bf16", "fp32", "fp64"] | None = None
@@ -258,8 +259,14 @@ def plan_of(keys: PlanKeys) -> Plan:
         samples=_samples_of(keys),
         layers=(strategy,) if keys.layers is None else keys.layers,
         precision=Precision(**_given(keys, *_PRECISION)),
-        **_given(keys, *_SAME),
+        **plan_fields(keys),
+        **_given(keys, "predicted", "why"),
     )
+
+
+def plan_fields(keys: PlanKeys) -> dict[str, Any]:
+    """The keys that have a value, and that a Plan has under the same name, apart from its prediction and reasons."""
+    return _given(keys, *_SAME)
 
 
 def keys_of(plan: Plan) -> PlanKeys:
@@ -270,11 +277,13 @@ def keys_of(plan: Plan) -> PlanKeys:
     keys |= _expert_keys(plan.experts) | _sample_keys(plan.samples)
     keys |= {key: getattr(alike, key) for key in STRATEGY_KEYS} if alike else {"layers": plan.layers}
     keys |= {key: getattr(plan.precision, key) for key in _PRECISION} | {key: getattr(plan, key) for key in _SAME}
-    keys |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None, "why": plan.why or None}
+    keys |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
     return PlanKeys(
         order=tuple(axis.axis for axis in plan.mesh),
         global_batch=plan.batch.global_batch,
         micro_batch=plan.batch.micro_batch,
+        predicted=plan.predicted,
+        why=plan.why or None,
         **keys,
     )
 
@@ -294,10 +303,8 @@ _SAME = (
     "accumulation",
     "mlp_tile",
     "compile",
-    "predicted",
-    "why",
 )
-"""Keys that a Plan has under the same names."""
+"""Keys that a Plan has under the same name, apart from its prediction and reasons."""
 _EXPERTS = ("policy", "slots", "keep", "load_window", "placement", "placement_every", "exchange", "receive_bound")
 """Fields of an ExpertPlan; their keys begin with `expert_`."""
 
@@ -312,8 +319,9 @@ def _given(keys: PlanKeys, *same: str, **renamed: str) -> dict[str, Any]:
 
 
 def _experts_of(keys: PlanKeys, ranks: int) -> ExpertPlan | None:
-    """Return how experts are divided over the `ranks` shard and context ranks of one model copy; None without the key
-    `expert`.
+    """Return how experts are divided over the `ranks` shard and context ranks of one model copy.
+
+    The result is None without the key `expert`.
     """
     if keys.expert is None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Literal
 
 from meshwright.spec.plan import AxisName, LayerStrategy, Plan, ScheduleName
 
@@ -18,21 +19,34 @@ SCHEDULE_NAMES: dict[ScheduleName, str] = {
 """Common names of the schedules, with the value of `plan.schedule` in parentheses if it differs."""
 
 AXIS_LETTERS: dict[AxisName, str] = {"pipeline": "PP", "tensor": "TP"}
+"""Axes that a plan's name shows as letters with their size."""
+TERMS: dict[AxisName | Literal["expert"], str] = {
+    **AXIS_LETTERS,
+    "replicate": "DDP",
+    "shard": "FSDP",
+    "hybrid": "HDP",
+    "context_ring": "CP",
+    "context_ulysses": "CP",
+    "expert": "EP",
+}
 """Common names of axes."""
 CONTEXT_NAMES: dict[AxisName, str] = {"context_ring": "ring", "context_ulysses": "Ulysses"}
 """Names of the two kinds of context ranks."""
 
 
 def plan_name(plan: Plan) -> str:
-    """Return parallelism, schedule and micro-batch of a plan: "PP2 × FSDP4 (ZeRO-3), zero-bubble V (zbv), micro-batch
-    1".
-    """
+    """Return layout and micro-batch of a plan: "PP 2 × FSDP 4 (ZeRO-3), zero-bubble V (zbv), micro-batch 1"."""
+    return f"{layout_name(plan)}, micro-batch {plan.batch.micro_batch}"
+
+
+def layout_name(plan: Plan) -> str:
+    """Return parallelism and schedule of a plan: "FSDP 8 (ZeRO-3), EP 8" or "PP 2 × FSDP 4 (ZeRO-3), 1F1B"."""
     parts = [mesh_name(plan)]
     if plan.experts is not None and plan.experts.expert > 1:
-        parts.append(f"EP{plan.experts.expert}")
+        parts.append(f"EP {plan.experts.expert}")
     if has_schedule(plan):
         parts.append(SCHEDULE_NAMES[plan.schedule.name])
-    return ", ".join([*parts, f"micro-batch {plan.batch.micro_batch}"])
+    return ", ".join(parts)
 
 
 def has_schedule(plan: Plan) -> bool:
@@ -40,9 +54,19 @@ def has_schedule(plan: Plan) -> bool:
     return plan.axis_size("pipeline") > 1 or plan.layered or plan.paired
 
 
+def axis_with_term(axis: AxisName | Literal["expert"], size: int, where: str = "") -> str:
+    """An axis by its key in a plan, its size, its term, and where it is: "shard 8 (FSDP)", "pipeline 2 (PP, between nodes)"."""
+    return f"{axis} {size} ({', '.join(filter(None, (TERMS[axis], where)))})"
+
+
 def mesh_name(plan: Plan) -> str:
-    """Return the parallelism of a plan: "PP2 × FSDP4 (ZeRO-3)"."""
+    """Return the parallelism of a plan: "PP 2 × FSDP 4 (ZeRO-3)"."""
     return " × ".join(_axes(plan)) or "one device"
+
+
+def divides_weights(plan: Plan) -> bool:
+    """Whether ranks hold parts of the weights, which are gathered for a layer's computation; context ranks share them too."""
+    return any(plan.axis_size(axis) > 1 for axis in ("shard", "hybrid", "context_ring", "context_ulysses"))
 
 
 def zero_stage(layer: LayerStrategy) -> int:
@@ -65,8 +89,8 @@ def _axes(plan: Plan) -> Iterator[str]:
     copies = plan.axis_size("replicate")
     shards = plan.axis_size("shard")
     stages = "ZeRO-" + " and ".join(str(stage) for stage in sorted({zero_stage(layer) for layer in plan.layers}))
-    data = f"HSDP {copies}×{shards} ({stages})" if copies > 1 else f"FSDP{shards} ({stages})"
-    data = data if shards > 1 else f"DDP{copies}"
+    data = f"HSDP {copies}×{shards} ({stages})" if copies > 1 else f"FSDP {shards} ({stages})"
+    data = data if shards > 1 else f"DDP {copies}"
     # Context ranks divide the sharded states with shard ranks. Without shard ranks, they alone do, so the ZeRO stage
     # is named with them.
     sharing = "" if shards > 1 else f", {stages}"
@@ -74,12 +98,12 @@ def _axes(plan: Plan) -> Iterator[str]:
         if axis.size == 1:
             continue
         if axis.axis == "hybrid":
-            yield f"HDP{axis.size} ({stages})"
+            yield f"HDP {axis.size} ({stages})"
         elif axis.axis in CONTEXT_NAMES:
-            yield f"CP{axis.size} ({CONTEXT_NAMES[axis.axis]}{sharing})"
+            yield f"CP {axis.size} ({CONTEXT_NAMES[axis.axis]}{sharing})"
             sharing = ""
         elif axis.axis in AXIS_LETTERS:
-            yield f"{AXIS_LETTERS[axis.axis]}{axis.size}"
+            yield f"{AXIS_LETTERS[axis.axis]} {axis.size}"
         elif data:
             yield data
             data = ""

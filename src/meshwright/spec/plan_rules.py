@@ -198,6 +198,7 @@ def _nearest_below(key: str, candidates: Callable[[RuleInput], Sequence[int]]) -
 
 # The table. The arguments of a rule are its key, its words, the condition, what is expected, and the nearest valid
 # value, on few lines.
+# fmt: off
 
 # Tensor and context ranks
 
@@ -231,13 +232,8 @@ def _context_error(x: RuleInput, axis: str) -> str | None:
 DIVISIONS = (
     PlanRule("tensor", None, None, _tensor_error, _nearest_below("tensor", lambda x: divisors(x("model.heads")))),
     *(
-        PlanRule(
-            axis,
-            None,
-            None,
-            lambda x, axis=axis: _context_error(x, axis),
-            _nearest_below(axis, lambda x, axis=axis: divisors(x(axis))),
-        )
+        PlanRule(axis, None, None, lambda x, axis=axis: _context_error(x, axis),
+            _nearest_below(axis, lambda x, axis=axis: divisors(x(axis))))
         for axis in CONTEXT_AXES
     ),
 )
@@ -279,43 +275,20 @@ def _bad_slots(x: RuleInput) -> bool:
 
 
 EXPERTS = (
-    PlanRule(
-        "expert",
-        (),
-        lambda x: x("in a plan file") and x("model.experts") > 0 and x("expert", None) is None,
-        "the ranks that a layer's experts are spread over, in a plan file",
-        "1",
-        got="nothing",
-    ),
+    PlanRule("expert", (), lambda x: x("in a plan file") and x("model.experts") > 0 and x("expert", None) is None,
+        "the ranks that a layer's experts are spread over, in a plan file", "1", got="nothing"),
     PlanRule("expert", None, lambda x: x("model.experts") == 0, "no key, as the model is dense (model.experts is 0)"),
-    PlanRule(
-        "expert",
-        None,
-        lambda x: x("model.experts") % _holders(x) > 0,
+    PlanRule("expert", None, lambda x: x("model.experts") % _holders(x) > 0,
         lambda x: f"a divisor of model.experts = {x('model.experts')}{_tensor_text(x)}",
-        lambda x: nearest_divisor(x("model.experts") // math.gcd(x("model.experts"), x("tensor", 1)), x("expert")),
-    ),
-    PlanRule(
-        "expert",
-        None,
-        lambda x: not x("hybrid", 0) and _shards(x) % x("expert") > 0,
+        lambda x: nearest_divisor(x("model.experts") // math.gcd(x("model.experts"), x("tensor", 1)), x("expert"))),
+    PlanRule("expert", None, lambda x: not x("hybrid", 0) and _shards(x) % x("expert") > 0,
         lambda x: f"a divisor of plan.shard × context ranks = {_shards(x)}",
-        lambda x: math.gcd(_shards(x), x("expert")),
-    ),
-    PlanRule(
-        "expert",
-        None,
-        lambda x: x("hybrid") % x("expert") > 0,
-        lambda x: f"a divisor of plan.hybrid = {x('hybrid')}",
-        lambda x: math.gcd(x("hybrid"), x("expert")),
-    ),
+        lambda x: math.gcd(_shards(x), x("expert"))),
+    PlanRule("expert", None, lambda x: x("hybrid") % x("expert") > 0,
+        lambda x: f"a divisor of plan.hybrid = {x('hybrid')}", lambda x: math.gcd(x("hybrid"), x("expert"))),
     PlanRule("expert_policy", COPY_POLICIES, lambda x: _holders(x) == 1, f"none, {_NEEDED}", "none"),
-    PlanRule(
-        "expert_slots",
-        (),
-        _bad_slots,
-        lambda x: f"slots: 1 to the {_other_experts(x)} experts of other ranks, for policy {x('expert_policy')}",
-    ),
+    PlanRule("expert_slots", (), _bad_slots,
+        lambda x: f"slots: 1 to the {_other_experts(x)} experts of other ranks, for policy {x('expert_policy')}"),
     *(
         PlanRule(key, None, only, "no key without plan.expert_policy, which says which experts are copied")
         for key, only in (
@@ -324,54 +297,21 @@ EXPERTS = (
             ("expert_load_window", lambda x: _no_copies(x) and x("expert_placement", "even") == "even"),
         )
     ),
-    PlanRule(
-        "expert_receive_bound",
-        None,
-        lambda x: x("expert_exchange", "all_to_all") == "all_to_all",
-        "no key without plan.expert_exchange: peer",
-    ),
-    PlanRule(
-        "expert_exchange",
-        _PEER,
-        lambda x: x("model.experts") == 0 or _holders(x) == 1,
-        f"all_to_all, {_NEEDED}",
-        "all_to_all",
-    ),
-    PlanRule(
-        "expert_exchange",
-        _PEER,
-        lambda x: x("cluster.gpu").lower() == "cpu",
-        "all_to_all, as the kernels run on GPUs",
-        "all_to_all",
-    ),
+    PlanRule("expert_receive_bound", None, lambda x: x("expert_exchange", "all_to_all") == "all_to_all",
+        "no key without plan.expert_exchange: peer"),
+    PlanRule("expert_exchange", _PEER, lambda x: x("model.experts") == 0 or _holders(x) == 1, f"all_to_all, {_NEEDED}",
+        "all_to_all"),
+    PlanRule("expert_exchange", _PEER, lambda x: x("cluster.gpu").lower() == "cpu",
+        "all_to_all, as the kernels run on GPUs", "all_to_all"),
     PlanRule("expert_placement", "balanced", lambda x: _holders(x) == 1, "even, as every rank has all experts", "even"),
-    PlanRule(
-        "expert_placement",
-        "balanced",
-        lambda x: x("expert_policy") == "fixed",
-        "even, as policy fixed does not depend on loads",
-        "even",
-    ),
-    PlanRule(
-        "expert_placement",
-        "balanced",
-        lambda x: x("model.groups_per_token", 1) < x("model.expert_groups", 1),
-        "even, as tokens choose groups of consecutive experts (model.groups_per_token)",
-        "even",
-    ),
-    PlanRule(
-        "expert_placement_every",
-        None,
-        lambda x: x("expert_placement", "even") == "even",
-        "no key without plan.expert_placement: balanced",
-    ),
-    PlanRule(
-        "expert_placement",
-        "balanced",
-        lambda x: x.some("offload", OPTIMIZER),
-        untrained="expert_placement: balanced with the optimizer's state in host memory",
-        beside=("offload",),
-    ),
+    PlanRule("expert_placement", "balanced", lambda x: x("expert_policy") == "fixed",
+        "even, as policy fixed does not depend on loads", "even"),
+    PlanRule("expert_placement", "balanced", lambda x: x("model.groups_per_token", 1) < x("model.expert_groups", 1),
+        "even, as tokens choose groups of consecutive experts (model.groups_per_token)", "even"),
+    PlanRule("expert_placement_every", None, lambda x: x("expert_placement", "even") == "even",
+        "no key without plan.expert_placement: balanced"),
+    PlanRule("expert_placement", "balanced", lambda x: x.some("offload", OPTIMIZER),
+        untrained="expert_placement: balanced with the optimizer's state in host memory", beside=("offload",)),
 )
 
 # Schedules
@@ -380,67 +320,42 @@ _NO_EXCHANGE = "no tokens go to experts of other ranks"
 
 
 def _micro_batches(x: RuleInput) -> int:
-    """Return the number of micro-batches of a rank in a step; 0 if it is no whole number, which another rule reports."""
+    """Return the number of micro-batches of a rank in a step; 0 if it is no whole number, which another rule reports.
+    """
     count, rest = divmod(x("train.global_batch"), x("replicate") * x("shard") * x("micro_batch"))
     return 0 if rest else count
 
 
 def _paired(reason: Text, broken: Callable[[RuleInput], Any], *beside: str) -> PlanRule:
-    """Return a rule for the schedule `paired`: two micro-batches cannot run through a layer together, for this reason."""
-    return PlanRule(
-        "schedule",
-        "paired",
-        broken,
-        lambda x: f"another schedule than paired, as {text_of(reason, x)}",
-        "1f1b",
-        untrained=lambda x: f"schedule paired, as {text_of(reason, x)}",
-        beside=beside,
-    )
+    """Return a rule for the schedule `paired`: two micro-batches cannot run through a layer together, for this reason.
+    """
+    return PlanRule("schedule", "paired", broken, lambda x: f"another schedule than paired, as {text_of(reason, x)}",
+        "1f1b", untrained=lambda x: f"schedule paired, as {text_of(reason, x)}", beside=beside)
 
 
 SCHEDULING = (
     _paired(_NO_EXCHANGE, lambda x: x("model.experts") == 0),
     _paired(_NO_EXCHANGE, lambda x: x("expert") * x("tensor") == 1, "expert", "tensor"),
-    _paired(
-        _NO_EXCHANGE,
-        lambda x: (x("expert_policy") == "fixed") & (x("expert") > 0) & (x("expert_slots", 0) >= _other_experts(x)),
-    ),
-    _paired(
-        "its micro-batches would be filled differently by samples of any length (data.packing: none)",
-        lambda x: x("data.packing") == "none",
-    ),
+    _paired(_NO_EXCHANGE,
+        lambda x: (x("expert_policy") == "fixed") & (x("expert") > 0) & (x("expert_slots", 0) >= _other_experts(x))),
+    _paired("its micro-batches would be filled differently by samples of any length (data.packing: none)",
+        lambda x: x("data.packing") == "none"),
     _paired("it needs plan.pipeline 1", lambda x: x("pipeline") > 1),
+    _paired(lambda x: f"exchange {x('expert_exchange')} sends the tokens of one micro-batch at a time",
+        lambda x: among(x("expert_exchange"), _PEER)),
     _paired(
-        lambda x: f"exchange {x('expert_exchange')} sends the tokens of one micro-batch at a time",
-        lambda x: among(x("expert_exchange"), _PEER),
-    ),
-    _paired(
-        lambda x: (
-            f"recompute {x.first('recompute', RECOMPUTES_MATMULS)} would exchange tokens again "
-            f"(none and {', '.join(PARTIAL_RECOMPUTES - RECOMPUTES_MATMULS)} do not)"
-        ),
-        lambda x: x.some("recompute", RECOMPUTES_MATMULS),
-        "recompute",
-    ),
+        lambda x: f"recompute {x.first('recompute', RECOMPUTES_MATMULS)} would exchange tokens again "
+        f"(none and {', '.join(PARTIAL_RECOMPUTES - RECOMPUTES_MATMULS)} do not)",
+        lambda x: x.some("recompute", RECOMPUTES_MATMULS), "recompute"),
     _paired(
         lambda x: f"offload {x.first('offload', ACTIVATIONS)} copies the activations of one micro-batch at a time",
-        lambda x: x.some("offload", ACTIVATIONS),
-        "offload",
-    ),
-    _paired(
-        lambda x: f"a rank has {_micro_batches(x)} micro-batches in a step, an odd number",
-        lambda x: _micro_batches(x) % 2 == 1,
-    ),
+        lambda x: x.some("offload", ACTIVATIONS), "offload"),
+    _paired(lambda x: f"a rank has {_micro_batches(x)} micro-batches in a step, an odd number",
+        lambda x: _micro_batches(x) % 2 == 1),
     # With a split backward, the inputs of matmuls must stay on the device until the weight gradients are computed.
-    PlanRule(
-        "schedule",
-        tuple(SPLITS_BACKWARD),
-        lambda x: x.some("offload", ACTIVATIONS),
-        untrained=lambda x: (
-            f"offload {x.first('offload', ACTIVATIONS)} under {x('schedule')}, which defers weight gradients"
-        ),
-        beside=("offload",),
-    ),
+    PlanRule("schedule", tuple(SPLITS_BACKWARD), lambda x: x.some("offload", ACTIVATIONS),
+        untrained=lambda x: f"offload {x.first('offload', ACTIVATIONS)} under {x('schedule')}, which defers weight gradients",
+        beside=("offload",)),
 )
 
 # Samples of any length, and hybrid ranks
@@ -537,139 +452,63 @@ def _slot_limits(key: str, limit: Callable[[RuleInput], int], of: str) -> tuple[
         return x("samples", {}).get(key) or 0
 
     return (
-        PlanRule(
-            f"plan.samples.{key}",
-            (),
+        PlanRule(f"plan.samples.{key}", (),
             lambda x: x("in a plan file") and x("offload_capacity") > 0 and _longer_slots(x) and not value(x),
-            "a number, as plan.offload_capacity is given",
-            got="none",
-        ),
-        PlanRule(
-            f"plan.samples.{key}",
-            None,
+            "a number, as plan.offload_capacity is given", got="none"),
+        PlanRule(f"plan.samples.{key}", None,
             lambda x: x("offload_capacity") > 0 and _longer_slots(x) and value(x) > limit(x),
-            lambda x: f"at most {limit(x)}: {of}",
-            limit,
-        ),
+            lambda x: f"at most {limit(x)}: {of}", limit),
     )
 
 
 SAMPLES = (
-    PlanRule(
-        "samples",
-        None,
-        lambda x: not x("in a plan file"),
-        "no such key outside of a plan file: the planner computes the times",
-        "none",
-        got="a section",
-    ),
-    PlanRule(
-        "samples",
-        None,
-        lambda x: x("data.packing") != "none",
-        lambda x: f"no such section, as data.packing is {x('data.packing')}",
-        got="a section",
-    ),
+    PlanRule("samples", None, lambda x: not x("in a plan file"),
+        "no such key outside of a plan file: the planner computes the times", "none", got="a section"),
+    PlanRule("samples", None, lambda x: x("data.packing") != "none",
+        lambda x: f"no such section, as data.packing is {x('data.packing')}", got="a section"),
     *(
-        PlanRule(
-            key,
-            (),
-            lambda x, missing=missing: x("in a plan file") and x("data.packing") == "none" and missing(x),
-            "capacity, and samples with alpha and beta, as data.packing is none",
-            got="none",
-        )
+        PlanRule(key, (), lambda x, missing=missing: x("in a plan file") and x("data.packing") == "none" and missing(x),
+            "capacity, and samples with alpha and beta, as data.packing is none", got="none")
         for key, missing in (
             ("samples", lambda x: not x("samples", None)),
             ("capacity", lambda x: bool(x("samples")) and not x("capacity", 0)),
         )
     ),
-    PlanRule(
-        "micro_batch",
-        None,
-        lambda x: _unpacked(x) and x("micro_batch") > 1,
-        "1, as data.packing is none: a micro-batch is one slot of samples",
-        "1",
-    ),
+    PlanRule("micro_batch", None, lambda x: _unpacked(x) and x("micro_batch") > 1,
+        "1, as data.packing is none: a micro-batch is one slot of samples", "1"),
     *(
-        PlanRule(
-            axis,
-            None,
-            lambda x, axis=axis: _unpacked(x) and not x("hybrid", 0) and x(axis) > 1,
-            "1, as data.packing is none: this release divides samples on no such axis",
-            "1",
-        )
+        PlanRule(axis, None, lambda x, axis=axis: _unpacked(x) and not x("hybrid", 0) and x(axis) > 1,
+            "1, as data.packing is none: this release divides samples on no such axis", "1")
         for axis in ("pipeline", *CONTEXT_AXES, "tensor")
     ),
-    PlanRule(
-        "hybrid",
-        None,
-        lambda x: x("data.packing") != "none",
-        "data.packing = none beside it: hybrid ranks divide samples of any length",
-    ),
+    PlanRule("hybrid", None, lambda x: x("data.packing") != "none",
+        "data.packing = none beside it: hybrid ranks divide samples of any length"),
     PlanRule("hybrid", None, None, _beside_hybrid),
-    PlanRule(
-        "hybrid",
-        None,
-        lambda x: x("hybrid") * _beside_ranks(x) != _cluster(x),
-        _all_ranks,
-        lambda x: None if _cluster(x) % _beside_ranks(x) else _cluster(x) // _beside_ranks(x),
-    ),
+    PlanRule("hybrid", None, lambda x: x("hybrid") * _beside_ranks(x) != _cluster(x), _all_ranks,
+        lambda x: None if _cluster(x) % _beside_ranks(x) else _cluster(x) // _beside_ranks(x)),
     PlanRule("hybrid_attention", None, lambda x: not x("hybrid", 0), "no such key without plan.hybrid", "none"),
-    PlanRule(
-        "hybrid_attention",
-        "ulysses",
+    PlanRule("hybrid_attention", "ulysses",
         lambda x: _hybrid(x) and not any(_heads(x) % ranks == 0 for ranks in range(2, x("hybrid") + 1)),
         lambda x: f"ring: no number of ranks from 2 to {x('hybrid')} divides a rank's {_heads(x)} key/value heads",
-        "ring",
-    ),
-    PlanRule(
-        "capacity",
-        None,
-        lambda x: not x("hybrid", 0) and not x("samples", None),
-        "no such key without plan.hybrid, whose slots it sizes",
-        "none",
-    ),
-    PlanRule(
-        "capacity",
-        None,
-        None,
-        lambda x: (_capacity_error(x) or (None,))[0],
-        lambda x: (_capacity_error(x) or ("", 0))[1],
-    ),
-    PlanRule(
-        "schedule",
-        None,
-        lambda x: _hybrid(x) and x("schedule") not in schedules_of(x.pipeline),
-        lambda x: f"{_either(schedules_of(x.pipeline))}, as plan.hybrid is {x('hybrid')}",
-        SCHEDULES[0],
-    ),
+        "ring"),
+    PlanRule("capacity", None, lambda x: not x("hybrid", 0) and not x("samples", None),
+        "no such key without plan.hybrid, whose slots it sizes", "none"),
+    PlanRule("capacity", None, None, lambda x: (_capacity_error(x) or (None,))[0],
+        lambda x: (_capacity_error(x) or ("", 0))[1]),
+    PlanRule("schedule", None, lambda x: _hybrid(x) and x("schedule") not in schedules_of(x.pipeline),
+        lambda x: f"{_either(schedules_of(x.pipeline))}, as plan.hybrid is {x('hybrid')}", SCHEDULES[0]),
     *(
         # Ranks have different numbers of micro-batches, so no micro-batch may have a collective of its own. Units
         # stay gathered and gradients whole, or the order is layered.
-        PlanRule(
-            key,
-            words,
-            lambda x: _hybrid(x) and x("schedule", "") != "breadth_first",
-            f"{kept}, {_DIFFERENT}",
-            kept,
-            by_layer=True,
-        )
+        PlanRule(key, words, lambda x: _hybrid(x) and x("schedule", "") != "breadth_first", f"{kept}, {_DIFFERENT}",
+            kept, by_layer=True)
         for key, words, kept in (("reshard", None, "false"), ("gradients", "shard", "whole"))
     ),
-    PlanRule(
-        "offload_capacity",
-        None,
-        lambda x: not _longer_slots(x),
-        "no such key without plan.hybrid and plan.capacity",
-        "none",
-    ),
-    PlanRule(
-        "offload_capacity",
-        None,
+    PlanRule("offload_capacity", None, lambda x: not _longer_slots(x),
+        "no such key without plan.hybrid and plan.capacity", "none"),
+    PlanRule("offload_capacity", None,
         lambda x: _longer_slots(x) and (x.pipeline > 1 or x("stages", ()) != () or x("model.experts", 0) > 0),
-        "none beside pipeline ranks or experts, whose layers have unequal activations",
-        "none",
-    ),
+        "none beside pipeline ranks or experts, whose layers have unequal activations", "none"),
     PlanRule("offload_capacity", None, None, _longer_error),
     *_slot_limits("offload_layers", lambda x: x("model.layers"), "the model's blocks"),
     *_slot_limits(
@@ -677,14 +516,9 @@ SAMPLES = (
         lambda x: x("capacity") * x("hybrid", 1) + 1,
         "more than all ranks together hold without offload",
     ),
-    PlanRule(
-        "offload",
-        ACTIVATIONS,
-        lambda x: x("offload_capacity") > 0 and _longer_slots(x),
-        "none or optimizer, as slots with offload have activations of long samples only in host memory",
-        "none",
-        by_layer=True,
-    ),
+    PlanRule("offload", ACTIVATIONS, lambda x: x("offload_capacity") > 0 and _longer_slots(x),
+        "none or optimizer, as slots with offload have activations of long samples only in host memory", "none",
+        by_layer=True),
 )
 
 # Number formats
@@ -693,8 +527,9 @@ _FP8 = ("fp8_tensorwise", "fp8_rowwise")
 
 
 def _odd_side(x: RuleInput) -> str | None:
-    """Return a text about the first dimension of the linear layers' matmuls that fp8 does not support; None if there is
-    none.
+    """Return a text about the first dimension of the linear layers' matmuls that fp8 does not support.
+
+    The result is None if there is none.
     """
     sizes = {key: x(f"model.{key}", None) for key in FP8_WIDTH_KEYS}
     sides = linear_dimensions(sizes, x("train.seq_len", None), x.ranks(*CONTEXT_AXES))
@@ -720,48 +555,24 @@ def _nearest_computed(x: RuleInput) -> str:
 
 
 FORMATS = (
-    PlanRule(
-        "compute",
-        "fp64",
-        lambda x: x("cluster.gpu") != "cpu",
-        lambda x: f"{' or '.join(_computed(x))} on {x('cluster.gpu')}; fp64 runs on cpu only",
-        _nearest_computed,
-    ),
+    PlanRule("compute", "fp64", lambda x: x("cluster.gpu") != "cpu",
+        lambda x: f"{' or '.join(_computed(x))} on {x('cluster.gpu')}; fp64 runs on cpu only", _nearest_computed),
     *(
-        PlanRule(
-            key,
-            "fp64",
-            lambda x: x("cluster.gpu") != "cpu",
-            lambda x: f"bf16 or fp32 on {x('cluster.gpu')}; fp64 runs on cpu only",
-            "fp32",
-        )
+        PlanRule(key, "fp64", lambda x: x("cluster.gpu") != "cpu",
+            lambda x: f"bf16 or fp32 on {x('cluster.gpu')}; fp64 runs on cpu only", "fp32")
         for key in ("reduce", "reduce_replicas")
     ),
-    PlanRule(
-        "compute",
-        ("bf16", "fp16", "fp32"),
+    PlanRule("compute", ("bf16", "fp16", "fp32"),
         lambda x: x("compute") not in (formats_on(x("cluster.gpu")) or (x("compute"),)),
-        lambda x: f"{' or '.join(_computed(x))} on {x('cluster.gpu')}",
-        _nearest_computed,
-    ),
-    PlanRule(
-        "compute", "fp16", always, untrained="computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"
-    ),
-    PlanRule(
-        "gather",
-        "fp8",
-        lambda x: "fp8_tensorwise" not in x.values("linear"),
-        "compute, as no layer's `linear` is fp8_tensorwise: other matmuls need the weight as it is",
-        "compute",
-    ),
-    _fp8(
-        lambda x: x("cluster.gpu") in CHIPS and "fp8" not in CHIPS[x("cluster.gpu")].peak_flops,
-        lambda x: f"compute, as {x('cluster.gpu')} has no fp8 matmuls",
-    ),
-    _fp8(
-        lambda x: x("compute") in ("fp16", "fp64"),
-        lambda x: f"compute, as plan.compute is {x('compute')}: fp8 goes with bf16 or fp32",
-    ),
+        lambda x: f"{' or '.join(_computed(x))} on {x('cluster.gpu')}", _nearest_computed),
+    PlanRule("compute", "fp16", always,
+        untrained="computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"),
+    PlanRule("gather", "fp8", lambda x: "fp8_tensorwise" not in x.values("linear"),
+        "compute, as no layer's `linear` is fp8_tensorwise: other matmuls need the weight as it is", "compute"),
+    _fp8(lambda x: x("cluster.gpu") in CHIPS and "fp8" not in CHIPS[x("cluster.gpu")].peak_flops,
+        lambda x: f"compute, as {x('cluster.gpu')} has no fp8 matmuls"),
+    _fp8(lambda x: x("compute") in ("fp16", "fp64"),
+        lambda x: f"compute, as plan.compute is {x('compute')}: fp8 goes with bf16 or fp32"),
     PlanRule("linear", (), None, _odd_side, "compute"),
     _fp8(lambda x: x("tensor") > 1, untrained="matmuls in fp8 with tensor ranks", beside=("tensor",)),
 )
@@ -771,59 +582,30 @@ FORMATS = (
 
 def _in_tiles(feature: Text, broken: Callable[[RuleInput], Any], *beside: str) -> PlanRule:
     """Return a rule that applies if some feed-forward networks are computed in tiles."""
-    return PlanRule(
-        "mlp_tile",
-        None,
+    return PlanRule("mlp_tile", None,
         lambda x: (not x.values("recompute") or x.some("recompute", RECOMPUTES_MATMULS)) & broken(x),
-        untrained=lambda x: f"feed-forward networks in tiles with {text_of(feature, x)}",
-        beside=beside,
-    )
+        untrained=lambda x: f"feed-forward networks in tiles with {text_of(feature, x)}", beside=beside)
 
 
 LAYERS = (
     *(
-        PlanRule(
-            key,
-            (),
-            lambda x, key=key: x("layers") is not None and x(key) is not None,
-            f"`{key}` inside plan.layers only, as plan.layers is given",
-        )
+        PlanRule(key, (), lambda x, key=key: x("layers") is not None and x(key) is not None,
+            f"`{key}` inside plan.layers only, as plan.layers is given")
         for key in STRATEGY_KEYS
     ),
-    PlanRule(
-        "offload",
-        OPTIMIZER,
-        lambda x: bool(x("train.ema_decay")),
-        "none or activations, as train.ema_decay averages weights on the device",
-        "none",
-        by_layer=True,
-    ),
-    PlanRule(
-        "offload",
-        OPTIMIZER,
-        lambda x: x("train.optimizer.name") != "adamw",
-        lambda x: (
-            f"none or activations, as train.optimizer is {x('train.optimizer.name')}: "
-            "only the state of adamw is updated in host memory"
-        ),
-        "none",
-        by_layer=True,
-    ),
+    PlanRule("offload", OPTIMIZER, lambda x: bool(x("train.ema_decay")),
+        "none or activations, as train.ema_decay averages weights on the device", "none", by_layer=True),
+    PlanRule("offload", OPTIMIZER, lambda x: x("train.optimizer.name") != "adamw",
+        lambda x: f"none or activations, as train.optimizer is {x('train.optimizer.name')}: "
+        "only the state of adamw is updated in host memory",
+        "none", by_layer=True),
     # Without the compiler, selective checkpointing holds the saved tensors itself, so they cannot be offloaded.
-    PlanRule(
-        "offload",
-        ACTIVATIONS,
-        lambda x: among(x("recompute"), PARTIAL_RECOMPUTES) & (not x("compile")),
+    PlanRule("offload", ACTIVATIONS, lambda x: among(x("recompute"), PARTIAL_RECOMPUTES) & (not x("compile")),
         untrained=lambda x: f"offload {x('offload')} with recompute {x('recompute')} where blocks are not compiled",
-        beside=("recompute",),
-        by_layer=True,
-    ),
+        beside=("recompute",), by_layer=True),
     _in_tiles("tensor ranks", lambda x: x("tensor") > 1, "tensor"),
-    _in_tiles(
-        lambda x: f"{x('schedule')}, which defers weight gradients",
-        lambda x: among(x("schedule"), SPLITS_BACKWARD),
-        "schedule",
-    ),
+    _in_tiles(lambda x: f"{x('schedule')}, which defers weight gradients",
+        lambda x: among(x("schedule"), SPLITS_BACKWARD), "schedule"),
     _in_tiles("matmuls in fp8", lambda x: x.some("linear", _FP8)),
 )
 
@@ -836,27 +618,13 @@ def _adapted(x: RuleInput) -> bool:
 
 
 ADAPTERS = (
-    _fp8(
-        lambda x: _adapted(x) and x("model.adapter.kind", "") == "dora",
-        "compute, as the row lengths of model.adapter.kind = dora follow from weights that are not rounded",
-    ),
-    PlanRule(
-        "mlp_tile", None, _adapted, "0, as tiles do not compute the adapters of model.adapter in this release", "0"
-    ),
-    PlanRule(
-        "expert_policy",
-        COPY_POLICIES,
-        _adapted,
-        "none, as copies of experts are for experts that are trained, and model.adapter freezes them",
-        "none",
-    ),
-    PlanRule(
-        "expert_placement",
-        "balanced",
-        _adapted,
-        "even, as experts move with their optimizer state, which model.adapter leaves out",
-        "even",
-    ),
+    _fp8(lambda x: _adapted(x) and x("model.adapter.kind", "") == "dora",
+        "compute, as the row lengths of model.adapter.kind = dora follow from weights that are not rounded"),
+    PlanRule("mlp_tile", None, _adapted, "0, as tiles do not compute the adapters of model.adapter in this release", "0"),
+    PlanRule("expert_policy", COPY_POLICIES, _adapted,
+        "none, as copies of experts are for experts that are trained, and model.adapter freezes them", "none"),
+    PlanRule("expert_placement", "balanced", _adapted,
+        "even, as experts move with their optimizer state, which model.adapter leaves out", "even"),
 )
 # fmt: on
 

@@ -79,6 +79,7 @@ class CollectiveTime:
     All-gather: the result. Reduce-scatter: the input. All-reduce: the tensor. All-to-all: what each rank sends.
     """
     seconds: Seconds
+    """Seconds of the collective on the slowest rank."""
 
     @property
     def crosses(self) -> Literal["device", "node"]:
@@ -93,7 +94,9 @@ class HostLink:
     devices: Count
     """Devices of the host that copied at the same time."""
     to_host: Rate
+    """Rate from device to host."""
     to_device: Rate
+    """Rate from host to device."""
 
 
 @dataclass(frozen=True, kw_only=True)

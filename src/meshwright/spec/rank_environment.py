@@ -1,4 +1,7 @@
-"""A rank's number, host and rendezvous address, from the environment variables of its launcher. Torch-free."""
+"""The number and host of a rank, and the address at which ranks meet, from the environment variables of the launcher.
+
+Without torch.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,13 @@ ATTEMPT_VARIABLE = "MESHWRIGHT_ATTEMPT"
 COORDINATOR_VARIABLE = "MESHWRIGHT_COORDINATOR"
 """Environment variable with HOST:PORT of the coordinator of a run on several hosts."""
 HOST_VARIABLE = "MESHWRIGHT_HOST"
-"""Environment variable with the name of the machine, for the case that the hostname is not: a pod's is its own."""
+"""Environment variable with the name of the machine, for cases in which the hostname is another: a pod has a hostname
+of its own.
+"""
 STORE_SOCKET = "MESHWRIGHT_STORE_FD"
 """Environment variable with the file descriptor of rank 0's listening socket (local launch only)."""
 HIGHEST_NUMBER = 2**31 - 1
+"""Highest valid number of an environment variable."""
 HIGHEST_PORT = 2**16 - 1
 _REMEDY = (
     "start the ranks with torchrun or srun, which set it, or unset RANK (under Slurm, SLURM_PROCID) to start them here"
@@ -27,23 +33,24 @@ _REMEDY = (
 
 
 def machine_name(env: Mapping[str, str] = os.environ) -> str:
-    """The name of this machine."""
+    """Return the name of this machine."""
     return env.get(HOST_VARIABLE) or socket.gethostname()
 
 
 def started_by_launcher(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun, Slurm's srun or a Kubernetes job started this process as one rank of several.
+    """Return whether torchrun, Slurm's srun or a Kubernetes job started this process as one rank of several.
 
-    Raises BadInput when SLURM_NTASKS is not a number of ranks.
+    Raises BadInput if SLURM_NTASKS is no valid number of ranks.
     """
     return "RANK" in env or (_is_slurm_task(env) and not is_node_agent(env))
 
 
 def is_node_agent(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether Slurm or Kubernetes started this process as the only one of its node, and a coordinator is named.
+    """Return whether this process is the agent of its node: Slurm or Kubernetes started it as the only one there, and a
+    coordinator is named.
 
-    Kubernetes names it in the files of `meshwright launch`: each pod of an indexed job is a node. A process with a RANK
-    is a rank.
+    In Kubernetes, the files of `meshwright launch` name the coordinator, and each pod of an indexed job is a node. A
+    process with the variable RANK is a rank, not an agent.
     """
     if "RANK" in env or not env.get(COORDINATOR_VARIABLE):
         return False
@@ -51,11 +58,11 @@ def is_node_agent(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def one_task_per_node(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether every node of this Slurm step has one task.
+    """Return whether every node of this Slurm step has exactly one task.
 
-    Raises BadInput when one of Slurm's variables is no number.
+    Raises BadInput if one of Slurm's variables is no number.
     """
-    tasks = env.get("SLURM_STEP_TASKS_PER_NODE")  # such as 1(x4), or 2(x3),1
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE")  # for example 1(x4), or 2(x3),1
     if tasks is not None:
         return re.fullmatch(r"1(\(x\d+\))?", tasks) is not None
     if "SLURM_NTASKS_PER_NODE" in env:
@@ -64,7 +71,7 @@ def one_task_per_node(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks of a Slurm step."""
+    """Return whether this process is one of several tasks of a Slurm step."""
     return "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", 1, default=1) > 1
 
 
@@ -82,25 +89,34 @@ def check_tasks(gpus_per_node: int, env: Mapping[str, str] = os.environ) -> None
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Rank, local rank, their counts, and the rendezvous address of one rank."""
+    """What the launcher says about one rank."""
 
     rank: int
+    """Number of the rank among all ranks."""
     ranks: int
+    """Number of all ranks."""
     local_rank: int
+    """Number of the rank on its host."""
     local_ranks: int
+    """Number of ranks on its host."""
     address: str
+    """Address of rank 0's host, where the ranks meet."""
     port: int
+    """Port at that address."""
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankEnvironment:
-        """Read torchrun's variables (also set by Kubernetes operators), or Slurm's; alone on this host when neither is there.
+        """Read torchrun's variables (Kubernetes operators set them too) or Slurm's.
 
-        Raises BadInput when a variable is missing, no number or out of range, and when several ranks do not know where to meet.
+        Without either, this is the only rank.
+
+        Raises BadInput if a variable is missing, no number or out of range, and if several ranks do not know where to
+        meet.
         """
         if "RANK" in env:
             ranks = _number(env, "WORLD_SIZE", 1)
             rank = _number(env, "RANK", 0, ranks - 1, "below WORLD_SIZE")
-            # An operator that starts one process a pod says nothing about local ranks.
+            # A Kubernetes operator that starts one process per pod does not set variables of local ranks.
             alone = "LOCAL_RANK" not in env
             local_ranks = _number(
                 env, "LOCAL_WORLD_SIZE", 1, ranks, "at most WORLD_SIZE", default=1 if alone else ranks
@@ -110,7 +126,7 @@ class RankEnvironment:
             ranks = _number(env, "SLURM_NTASKS", 1)
             rank = _number(env, "SLURM_PROCID", 0, ranks - 1, "below SLURM_NTASKS")
             per_node = max(1, ranks // _number(env, "SLURM_NNODES", 1, default=1))
-            # An allocation may offer more tasks a node than this step has.
+            # An allocation may allow more tasks per node than this step has.
             local_ranks = min(ranks, _number(env, "SLURM_NTASKS_PER_NODE", 1, default=per_node))
             local_rank = _number(env, "SLURM_LOCALID", 0, ranks - 1, "below SLURM_NTASKS")
         else:
@@ -118,7 +134,7 @@ class RankEnvironment:
             ranks = 1
             local_rank = 0
             local_ranks = 1
-        if ranks > 1 and ATTEMPT_VARIABLE not in env:  # an agent gives an address that its hosts reach
+        if ranks > 1 and ATTEMPT_VARIABLE not in env:  # an agent sets an address that all hosts can reach
             _check_meeting_point(rank, ranks, local_ranks, env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
         port = _number(env, "MASTER_PORT", 0, HIGHEST_PORT, "a port", default=0)
         return cls(rank, ranks, local_rank, local_ranks, env.get("MASTER_ADDR") or "127.0.0.1", port)
@@ -132,9 +148,11 @@ def _number(
     limit: str = "",
     default: int | None = None,
 ) -> int:
-    """The integer in an environment variable, or `default` if the launcher did not set it; `limit` describes `most`.
+    """Return the integer in an environment variable, or `default` if the launcher did not set it.
 
-    Raises BadInput naming the variable, its value and the range.
+    `limit` describes `most` for messages.
+
+    Raises BadInput with the variable, its value and the valid range.
     """
     text = env.get(name)
     if text is None and default is not None:
@@ -151,10 +169,12 @@ def _number(
 
 
 def _range(least: int, most: int, limit: str) -> str:
+    """Return the valid range of a number as text."""
     return f"an integer from {least} to {most} ({limit})" if limit else f"an integer ≥ {least}"
 
 
 def _check_meeting_point(rank: int, ranks: int, local_ranks: int, address: str | None, port: str | None) -> None:
+    """Raise BadInput if the address of rank 0 is missing, or if other hosts cannot reach it."""
     if not address or not port:
         raise BadInput(
             f"rank {rank} of {ranks}: MASTER_ADDR and MASTER_PORT must name rank 0's host (torchrun sets them; under srun "
@@ -167,10 +187,13 @@ def _check_meeting_point(rank: int, ranks: int, local_ranks: int, address: str |
 
 
 PROGRAM_STOP = signal.SIGRTMIN
-"""The stop that the program asks for which started the run, as by `meshwright.StopTraining`."""
+"""The signal by which the program that started the run asks it to stop, for example by `meshwright.StopTraining`."""
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that request a stop. SIGHUP is one unless this process ignores it, as under nohup."""
+    """Return the signals that ask a run to stop.
+
+    SIGHUP is one of them unless this process ignores it, as under nohup.
+    """
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, PROGRAM_STOP)
     return signals if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*signals, signal.SIGHUP)

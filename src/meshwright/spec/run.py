@@ -1,4 +1,4 @@
-"""A resolved run: every value is known; it is written beside the run and sent to its ranks as JSON."""
+"""A run with all its values, which is stored in the folder of the run and sent to its ranks as JSON."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from meshwright.spec.rl import RlSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(ModelSpec):
-    """The model, the source of its dimensions and its initial weights."""
+    """The model, where its dimensions come from, and its initial weights."""
 
     preset: str | None = None
-    """Public model whose dimensions are used; other keys of the section replace single values."""
+    """Public model whose dimensions are used. Other keys of the section replace single dimensions."""
     init: str = "scratch"
-    """Initial weights: `scratch`, `hf:DIR` (a Hugging Face folder) or `checkpoint:DIR` (weights only, optimizer fresh)."""
+    """Initial weights: `scratch`, `hf:DIR` (a Hugging Face folder) or `checkpoint:DIR` (only the weights; the optimizer
+    starts anew).
+    """
 
     __hash__ = ModelSpec.__hash__
 
@@ -42,7 +44,7 @@ class RunSpec:
     """A run with all its settings."""
 
     name: str
-    """Folder of the run under `runs/`; the file's stem when left out."""
+    """Folder of the run under `runs/`; left out, the name of the file without its extension."""
     seed: Annotated[int, Bound(at_least=0, less_than=2**63)] = 0
     """Seed of the initial weights and of the data order."""
     model: ModelSection
@@ -58,16 +60,18 @@ class RunSpec:
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     """The devices; `auto`, also when it is left out, uses the devices of this machine."""
     plan: PlanKeys | str = "auto"
-    """The parallel layout: `auto`, a plan file, or pins."""
+    """The parallel layout: `auto`, a plan file, or a section with the keys that are fixed (pins)."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
-    """Times of checkpoints, and the number that is kept."""
+    """When checkpoints are written, and how many are kept."""
     observe: ObserveSpec = field(default_factory=ObserveSpec)
-    """Measurements and their destinations."""
+    """What is measured, and where the measurements go."""
     supervision: SupervisionSpec = field(default_factory=SupervisionSpec)
     """Restarts after a failure, for a run whose ranks `meshwright train` starts."""
 
     def __post_init__(self) -> None:
-        """Give `train` what follows from the kind of loss: prices read `train`, and not the sections `rl` and `preference`."""
+        """Give `train` the class that follows from the kind of loss, because the cost model reads `train` and not the
+        sections `rl` and `preference`.
+        """
         kind = ObjectiveSpec if self.rl or self.preference else TrainSpec
         if self.preference and not self.preference.paired:
             kind = ComparedSpec
@@ -77,46 +81,56 @@ class RunSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """The start of a run that owns the run's folder, and the process that took the lease (`durable.lease`)."""
+    """The start of a run that owns the folder of the run, and the process that took the lease (`durable.lease`)."""
 
     run_id: str
     """Random name of the run, drawn at its first start and kept."""
     epoch: int
-    """1 at the run's first start, plus 1 at each later one."""
+    """1 at the run's first start, and 1 more at each later start."""
     host: str
+    """Name of the host of the process."""
     boot_id: str
     """The kernel's boot id, which changes when the host restarts."""
     pid: int
+    """Number of the process."""
     process_start: int
-    """Start time of the process in the kernel's ticks since boot.
-    0 once the job has ended, or where the system does not report it."""
+    """Start time of the process in kernel ticks since boot.
+
+    0 after the job has ended, or if the system does not report it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The input of every rank of a run: run, plan, folder, lease, and the steps to trace."""
+    """What every rank of a run gets: the run, the plan, the folder, the lease, and the steps to trace."""
 
     run: RunSpec
     plan: Plan
     folder: str
+    """Folder of the run."""
     lease: Lease
-    """The start of the run that these ranks belong to; they commit checkpoints while it owns the folder."""
+    """The start of the run to which these ranks belong. They commit checkpoints as long as it owns the folder."""
     profile: tuple[int, int] | None = None
     """First and last step whose profiler trace is written, both included."""
     timeline: tuple[int, int] | None = None
     """First and last step whose timeline is written, both included."""
     attempt: int = 1
-    """Number of this start of the ranks within the job, from 1."""
+    """Number of this start of the ranks in the job, counted from 1."""
     resume_at_most: int | None = None
-    """Resume from the newest good checkpoint of at most this step; none takes the newest."""
+    """Resume from the newest good checkpoint whose step is at most this; none is the newest of all."""
     replay_routing: str | None = None
-    """File of recorded loads that replace the routers' choices."""
+    """File of recorded loads that replace the choices of the routers."""
     skip_samples: tuple[tuple[int, int], ...] = ()
-    """Global sample indexes that the run leaves out, ascending: first, and one after the last (`policies.skipped_samples`)."""
+    """Samples that the run leaves out, as (first, one after the last) of their global indexes, ascending
+    (`policies.skipped_samples`).
+    """
 
     @classmethod
     def read(cls, path: Path) -> Assignment:
-        """The assignment in a file. Raises Damaged if it is not one, and OSError."""
+        """Return the assignment in a file.
+
+        Raises Damaged if it is not an assignment, and OSError if it cannot be read.
+        """
         try:
             return from_plain(cls, from_sealed_json(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -1,4 +1,6 @@
-"""Keys: how they are read from settings and the environment, and what keeps them from other processes and from sight."""
+"""Keys: how they are read from settings and the environment, and how they are hidden from other processes and from
+people.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,29 @@ from contextlib import suppress
 from meshwright.spec.errors import BadInput
 
 API_KEY = "MESHWRIGHT_API_KEY"
+"""Environment variable with the key of a server's API."""
 ADMIN_KEY = "MESHWRIGHT_ADMIN_KEY"
+"""Environment variable with the key of a server's admin port."""
 TRANSFER_KEY = "MESHWRIGHT_TRANSFER_KEY"
-"""Environment variables with the keys of servers."""
+"""Environment variable with the key that engines show each other."""
 OWN_KEYS = (API_KEY, ADMIN_KEY, TRANSFER_KEY)
+"""All environment variables with keys of servers."""
 _SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|CONNECTION_STRING)$", re.IGNORECASE)
 _ARGUMENTS_START = 45
+"""Index of the field of /proc/self/stat with the first address of this process's arguments, counted after the process's
+name.
+
+See proc_pid_stat(5).
+"""
 _ARGUMENTS_END = 46
-"""Fields of /proc/self/stat behind the process's name: the addresses of its arguments (proc_pid_stat(5))."""
+"""Index of the field with the address after the last argument."""
 
 
 def key_setting(setting: str, given: str | None, variable: str) -> str | None:
-    """The key in a setting, or else in an environment variable; None without one.
+    """Return the key in a setting, or else in an environment variable; None if there is none.
 
-    White space around it, such as the end of a file's line, does not count: no client could send it. Raises BadInput,
-    with the setting as its key, for what else cannot stand in a header, and for white space alone.
+    White space around it, such as the end of a file's line, is removed, because no client could send it. Raises
+    BadInput, with the setting as its key, for white space alone and for any other character that a header cannot have.
     """
     text, source = (given, setting) if given else (os.environ.get(variable), variable)
     if not text:
@@ -38,24 +48,29 @@ def key_setting(setting: str, given: str | None, variable: str) -> str | None:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a setting or variable of this name has a secret."""
+    """Return whether a setting or variable with this name has a secret."""
     return _SECRET_NAME.search(name) is not None
 
 
 def without_secrets(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a child that needs no secret: without variables whose name ends like that of one."""
+    """Return the environment for a child process that needs no secret: without the variables whose names end like names
+    of secrets.
+
+    """
     environment = os.environ if environment is None else environment
     return {name: value for name, value in environment.items() if not is_secret_name(name)}
 
 
 def without_own_keys(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a child that needs no key of a server, but may need those of stores and services."""
+    """Return the environment for a child process that needs no key of a server, but may need keys of stores and
+    services.
+    """
     environment = os.environ if environment is None else environment
     return {name: value for name, value in environment.items() if name not in OWN_KEYS}
 
 
 def hide_arguments(secrets: Collection[str | None]) -> None:
-    """Overwrite keys among this process's arguments, which every user of the host can list; on Linux alone."""
+    """Overwrite keys among this process's arguments, which every user of the host can list. Only on Linux."""
     wanted = [secret.encode() for secret in secrets if secret]
     with suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat", "rb") as file:

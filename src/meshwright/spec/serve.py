@@ -12,7 +12,7 @@ from meshwright.spec.errors import BadInput, raise_together
 from meshwright.spec.fields import Bound, NotNegative, Positive
 
 MTP = "mtp"
-"""Value of `draft_model` that selects the model's own modules for multi-token prediction."""
+"""Value of `draft_model` that chooses the model's own modules for multi-token prediction."""
 Port = Annotated[int, Bound(at_least=0, at_most=65_535)]
 NotationName = Literal[
     "think",
@@ -32,7 +32,7 @@ NotationName = Literal[
     "minimax",
     "seed",
 ]
-"""How a model writes its reasoning and its calls of tools."""
+"""How a model writes its reasoning and its tool calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,45 +40,55 @@ class HttpSettings:
     """Addresses, keys and limits of the server."""
 
     host: str = "127.0.0.1"
-    """Address to listen at; one that is not loopback needs `api_key`."""
+    """Address at which it listens; an address that is not loopback needs `api_key`."""
     port: Port = 8000
-    """Port of the API; 0 takes a free one."""
+    """Port of the API; 0 chooses a free one."""
     api_key: str | None = None
-    """Key that all paths but /health need, as `Authorization: Bearer KEY`; MESHWRIGHT_API_KEY sets it too."""
+    """Key that all paths except /health need, as `Authorization: Bearer KEY`; MESHWRIGHT_API_KEY sets it too."""
     admin_port: Port | None = None
-    """Port for new weights, pause and drain; none has no such port."""
+    """Port for new weights, pause and drain; none: there is no such port."""
     admin_key: str | None = None
-    """Key of the admin port, which needs one; MESHWRIGHT_ADMIN_KEY sets it too."""
+    """Key of the admin port, which must have one; MESHWRIGHT_ADMIN_KEY sets it too."""
     name: str | None = None
-    """Name of the model for clients; the folder's name if none."""
+    """Name of the model for clients; none is the name of the folder."""
     chat_template: str | None = None
-    """File with the Jinja template of chats; that of the model's folder if none."""
+    """File with the Jinja template of chats; none is the template in the model's folder."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Whether sampling values of the folder's generation_config.json are defaults of requests: auto takes them, none does not."""
+    """Whether sampling values in the folder's generation_config.json are defaults of requests. auto: they are. none:
+    they are not.
+    """
     notation: Literal["auto", "none", NotationName] = "auto"
     """How the model writes reasoning and tool calls; auto detects it from the chat template, none leaves both in the text."""
     follow: bool = False
     """Whether each new checkpoint of a run is served as soon as it is committed."""
     follow_seconds: Annotated[float, Bound(more_than=0)] = 5.0
-    """Time between two looks for a new checkpoint."""
+    """Time between two checks for a new checkpoint."""
     queue: Positive = 1024
-    """Requests that may wait beside those in the batch; more are answered with 429."""
+    """Maximum number of requests that may wait, in addition to those in the batch.
+
+    Further requests are answered with 429.
+    """
     max_body_bytes: Positive = 8 << 20
-    """Longest body of a request."""
+    """Maximum number of bytes of the body of a request."""
     max_new_tokens: Positive | None = None
     """Largest `max_tokens` of a request; none is the context."""
     max_choices: Positive = 128
-    """Largest `n` of a request times its number of prompts; OpenAI allows 128, and LangChain sends 20 prompts a request."""
+    """Largest `n` of a request times its number of prompts.
+
+    OpenAI allows 128, and LangChain sends 20 prompts in a request.
+    """
     max_logprobs: Annotated[int, Bound(at_least=0, at_most=20)] = 20
     """Largest `top_logprobs` of a request."""
     max_stop_strings: Positive = 16
-    """Most stop strings of a request."""
+    """Maximum number of stop strings of a request."""
     drain_seconds: Annotated[float, Bound(at_least=0)] = 30.0
-    """Longest time that SIGTERM waits for running requests."""
+    """Longest time for which running requests may continue after SIGTERM."""
     page: bool = True
-    """Whether a browser gets a page at `/` to talk to the model and see its load."""
+    """Whether a browser gets a page at `/`, on which one can talk to the model and see its load."""
     log_requests: bool = True
-    """Whether each request but of /health is logged on stderr: number, path, status, tokens and seconds; never its text."""
+    """Whether each request except /health is logged on stderr: number, path, status, tokens and seconds, but never its
+    text.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,32 +96,49 @@ class ServeSpec(EngineSettings, HttpSettings):
     """How a model is served. Raises BadInput for settings that exclude each other."""
 
     adapter: str | None = None
-    """Adapters that are merged into the weights when these are loaded: a folder in peft's files, or a run with adapters."""
+    """Adapters that are merged into the weights when they are loaded: a folder with peft's files, or a run with
+    adapters.
+    """
     speculate: NotNegative = 0
-    """Draft tokens of a request that a step verifies (speculative decoding); 0: none, but 4 with a `draft_model`, or 1 with `mtp`."""
+    """Maximum number of draft tokens of a request that a step verifies (speculative decoding).
+
+    0: none, but 4 with a `draft_model`, or 1 with `mtp`.
+    """
     draft_model: str | None = None
-    """Folder of a smaller model that proposes draft tokens; `mtp`: the model's own modules; none: what followed the same tokens before."""
+    """Folder of a smaller model that proposes draft tokens.
+
+    `mtp`: the model's own modules propose them. none: the drafts are the tokens that followed the same tokens earlier
+    in the sequence.
+    """
     tensor: Positive = 1
-    """Devices of this host over which the engine divides every layer."""
+    """Number of devices of this host over which the engine divides every layer."""
     role: Role = "both"
-    """`prefill` computes prompts for other engines, `decode` generates texts whose prompts others compute, `both` does whole requests."""
+    """`prefill` computes prompts for other engines.
+
+    `decode` generates answers to prompts that others compute; `both` does whole requests.
+    """
     transfer_address: str | None = None
-    """Address at which other engines ask for prompts: `unix:PATH` for one host, or HOST:PORT, which needs `transfer_key`."""
+    """Address at which other engines ask for prompts: `unix:PATH` for one host, or HOST:PORT, which needs
+    `transfer_key`.
+    """
     transfer_key: str | None = None
     """Key that engines show each other; MESHWRIGHT_TRANSFER_KEY sets it too."""
     prefill_engines: str | None = None
-    """Transfer addresses of the engines that compute prompts for the role decode, with commas between them."""
+    """Transfer addresses of the engines that compute prompts for the role decode, separated by commas."""
     block_cache: str | None = None
     """Address of a `meshwright cache`, in which engines share the blocks of prompts."""
     transfer_seconds: Annotated[float, Bound(more_than=0)] = 30.0
-    """Longest silence of another engine: after it a prompt that it computes is computed here, and blocks that it reads are freed."""
+    """Longest time without an answer from another engine.
+
+    After it, a prompt that the other engine computes is computed here, and blocks that it reads are freed.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         raise_together(self._conflicts())
 
     def _conflicts(self) -> Iterator[BadInput]:
-        """The mistakes between settings."""
+        """Yield the mistakes between settings."""
         if self.adapter is not None and (self.tensor > 1 or self.follow or self.admin_port is not None):
             yield BadInput(
                 "adapter: for one device whose weights stay; leave out tensor, follow and admin_port", key="adapter"
@@ -132,15 +159,15 @@ class ServeSpec(EngineSettings, HttpSettings):
 
     @property
     def exchanges(self) -> bool:
-        """Whether the engine exchanges blocks with others."""
+        """Return whether the engine exchanges blocks with others."""
         return self.role != "both" or any((self.transfer_address, self.prefill_engines, self.block_cache))
 
     @property
     def prefill_addresses(self) -> tuple[str, ...]:
-        """The addresses in `prefill_engines`."""
+        """Return the addresses in `prefill_engines`."""
         return tuple(address.strip() for address in (self.prefill_engines or "").split(",") if address.strip())
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The fields of `EngineSettings`."""
+        """Return the fields of `EngineSettings` by name."""
         return {field.name: getattr(self, field.name) for field in fields(EngineSettings)}

@@ -17,96 +17,120 @@ NotNegativeRate = Annotated[float, Bound(at_least=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledChunk:
-    """Consecutive tokens of one prompt in a step."""
+    """Consecutive tokens of one prompt that a step computes."""
 
     start: NotNegative
-    """Positions of the prompt that were computed before."""
+    """Number of the prompt's tokens that were computed before."""
     count: Positive
-    """Tokens of the chunk."""
+    """Number of tokens of the chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """A measured step."""
+    """A measured step: what it computed, and how long that took."""
 
     decodes: NotNegative
-    """Requests with one new token each."""
+    """Number of requests that get one new token each."""
     positions: NotNegative
-    """Positions that these attend to in all, their own included."""
+    """Number of positions to which these requests attend in all, their own included."""
     longest: NotNegative = 0
-    """The most positions of one of them; 0 if all attend to equally many."""
+    """Largest number of positions of one of these requests; 0 if all have equally many."""
     chunks: tuple[ProfiledChunk, ...] = ()
     """Chunks of prompts."""
     seconds: Seconds
-    """Median time from the end of the step before to the end of this one."""
+    """Median seconds from the end of the previous step to the end of this step."""
     launch_seconds: NotNegativeSeconds = 0.0
-    """Median time in which the host launched it, on a device that computes meanwhile; 0 if it was not measured."""
+    """Median seconds that the host needed to launch the step, while the device computed; 0 if it was not measured."""
     exposed_seconds: NotNegativeSeconds = 0.0
-    """Median time for which the host was still launching it when the device could compute it."""
+    """Median seconds for which the device was free but the host was still launching the step."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Return the number of tokens that the step computes."""
         return self.decodes + sum(chunk.count for chunk in self.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFactor:
-    """Measured over modelled time of steps with so many tokens."""
+    """Factor on the predicted time of steps with a number of tokens."""
 
     tokens: Positive
+    """Tokens (or decodes) of the steps."""
     factor: Rate
+    """Measured time divided by predicted time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepConstants:
-    """Constants of a step's time on one device (`costs.serve_costs`)."""
+    """Constants of a step's time on one device (`costs.step_times`).
+
+    Rates are in bytes/s or FLOP/s, times in seconds.
+    """
 
     weight_bytes_per_s: Rate
     """Rate at which a step reads the weights."""
     expert_bytes_per_s: NotNegativeRate = 0.0
-    """Rate at which it reads those of routed experts; 0: as the others."""
+    """Rate at which a step reads the weights of routed experts; 0: the rate of other weights."""
     routed_seconds: NotNegativeSeconds = 0.0
-    """Time of each layer with routed experts beside that of its bytes."""
+    """Seconds of each layer with routed experts, in addition to reading their weights."""
     flops_per_s: Rate
     """Rate of the matmuls with weights."""
     expert_flops_per_s: NotNegativeRate = 0.0
-    """Rate of the matmuls with routed experts; 0: as the others."""
+    """Rate of the matmuls with routed experts; 0: the rate of other matmuls."""
     cache_bytes_per_s: Rate
     """Rate at which decodes read keys and values."""
     decode_flops_per_s: NotNegativeRate = 0.0
-    """Rate of the attention of decodes, which latents reach before that of their bytes; 0: bytes alone count."""
+    """Rate of the attention of decodes.
+
+    It limits latent attention, which computes much for each byte that it reads; 0: only the bytes count.
+    """
     text_bytes_per_s: NotNegativeRate = 0.0
-    """Rate at which one program of a decode reads keys and values; 0: the longest text costs no more than its bytes."""
+    """Rate at which one program of the attention kernel reads keys and values; 0: the longest sequence takes no longer
+    than its bytes.
+    """
     decode_programs: NotNegative = 0
-    """Programs into which the device divides the decodes of a step, so that few texts have several each; 0: not known."""
+    """Number of GPU programs over which the attention of a step's decodes is divided, so that each of a few sequences
+    has several; 0: not known.
+    """
     attention_flops_per_s: Rate
     """Rate of the attention of prompts."""
     decode_seconds: NotNegativeSeconds
-    """Fixed time of a step on the device."""
+    """Fixed seconds of a step on the device."""
     prompt_seconds: NotNegativeSeconds
-    """Time in which the host launches a step with chunks of prompts, while the device computes. It then takes in no tokens."""
+    """Seconds in which the host launches a step with prompt chunks, while the device computes.
+
+    The engine accepts no tokens meanwhile.
+    """
     beside_seconds: NotNegativeSeconds = 0.0
-    """Time added to this launch if the step also has decodes."""
+    """Seconds that this launch takes longer if the step also has decodes."""
     whole_seconds: NotNegativeSeconds = 0.0
-    """Time added to this launch by each chunk of at least `whole_tokens` tokens at the beginning of a prompt."""
+    """Seconds that this launch takes longer for each chunk that begins a prompt and has at least `whole_tokens` tokens.
+    """
     whole_tokens: NotNegative = 0
-    """Tokens from which on such a chunk is computed by an attention kernel without the cache; 0: there is none."""
+    """Number of tokens from which on such a chunk is computed by an attention kernel that does not read the cache; 0:
+    there is none.
+    """
     prompt_sizes: tuple[Positive, ...] = ()
-    """Tokens to which steps with chunks of prompts are padded, ascending; steps with more than the last are not padded."""
+    """Token counts to which steps with prompt chunks are padded, ascending.
+
+    Steps with more tokens than the last are not padded.
+    """
     sequence_seconds: NotNegativeSeconds
-    """Time of each decode beside its matmuls and its attention: sampling, and the host."""
+    """Seconds of each decode in addition to its matmuls and its attention: sampling, and the host."""
     chunk_seconds: NotNegativeSeconds
-    """Time of each chunk beside its matmuls and its attention."""
+    """Seconds of each prompt chunk in addition to its matmuls and its attention."""
     decode_factors: tuple[StepFactor, ...] = ()
-    """By number of decodes, measured over modelled time of steps without a prompt; between two, it is interpolated."""
+    """Measured over predicted time of steps without prompts, by number of decodes.
+
+    Between two numbers it is interpolated.
+    """
     prompt_factors: tuple[StepFactor, ...] = ()
-    """By number of tokens, the same of steps with a prompt."""
+    """Measured over predicted time of steps with prompts, by number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineProfile:
-    """Steps of the engine with one model on one device, and the constants fitted to them."""
+    """Measured steps of the engine with one model on one device, and the constants that were fitted to them."""
 
     date: str
     """Day and time of the measurement, UTC, ISO 8601."""
@@ -119,12 +143,12 @@ class EngineProfile:
     item_bytes: Positive = 2
     """Bytes of a number in the model's dtype."""
     overlap: bool = True
-    """Whether a step was planned while the one before it ran, as on a GPU."""
+    """Whether each step was planned while the previous step ran, as on a GPU."""
     other_bytes: NotNegative = 0
-    """Memory of the device that neither weights, cache nor a step take."""
+    """Device memory that is used by neither weights, cache nor a step."""
     constants: StepConstants
     """Constants fitted to `steps`."""
     steps: tuple[StepTime, ...] = ()
     """The measured steps."""
     median_error: NotNegativeSeconds = 0.0
-    """Median of the constants' relative errors at steps that were left out of the fit in turn."""
+    """Median relative error of the constants at a step that was left out of the fit; each step was left out once."""

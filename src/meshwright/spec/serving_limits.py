@@ -1,4 +1,4 @@
-"""Requirements of the inference engine's formats and of its fast paths on a model."""
+"""What the inference engine's number formats and fast paths require of a model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from meshwright.spec.fp8_limits import FP8_MULTIPLE
 from meshwright.spec.model import ModelSpec
 
 NOT_ROUNDED = "kv_up"
-"""The linear layer of latent attention that has no 8-bit form."""
+"""The linear layer of latent attention that is never rounded to 8 bits."""
 MOST_EXPERTS = 1024
-"""Experts of a layer that a program of the router's kernel holds in registers."""
+"""Maximum number of experts of a layer that one program of the router's kernel can hold in registers."""
 MOST_COPIES = 64
-"""Experts of a token of which the kernels of decodes compute the outputs."""
+"""Maximum number of experts of a token whose outputs the kernels of decodes can compute."""
 
 
 def weights_error(spec: ModelSpec, weights: WeightFormat) -> str | None:
-    """Why the engine cannot round a model's weights to 8 bits on any device, in words; None if it can."""
+    """Return why the engine cannot round a model's weights to 8 bits on any device, as text; None if it can."""
     if spec.expert_bias or spec.mlp == "clamped_swiglu":
         return f"{weights} is not for experts with biases or clamped SwiGLU; use bf16"
     return None
 
 
 def fp8_sizes_error(spec: ModelSpec, *, experts: bool = True) -> str | None:
-    """Why the sizes of a model's weights, those of `experts` among them, do not allow fp8 on a GPU; None if they do."""
+    """Return why the sizes of a model's weights do not allow fp8 on a GPU, as text; None if they do.
+
+    `experts` says whether the weights of routed experts are rounded too.
+    """
     for block in spec.block_kinds:
         for op in block.table().operations:
             name = op.name.rpartition(".")[2]
@@ -42,7 +45,7 @@ def fp8_sizes_error(spec: ModelSpec, *, experts: bool = True) -> str | None:
 
 
 def invariant_error(spec: ModelSpec) -> str | None:
-    """Why the engine's results on a GPU cannot be independent of the batch, in words; None if they can."""
+    """Return why the engine's results on a GPU cannot be independent of the batch, as text; None if they can."""
     if spec.kv_rank:
         return "invariant results with latent attention need a CPU: on a GPU no kernel has a fixed order for it"
     usual = spec.mlp == "swiglu" and not spec.expert_bias
@@ -55,7 +58,7 @@ def invariant_error(spec: ModelSpec) -> str | None:
 
 
 def predictions_error(spec: ModelSpec, count: int) -> str | None:
-    """Why a model's own modules cannot propose `count` draft tokens, in words; None if they can."""
+    """Return why a model's own modules cannot propose `count` draft tokens, as text; None if they can."""
     if count <= spec.prediction_depth:
         return None
     return (
@@ -65,12 +68,15 @@ def predictions_error(spec: ModelSpec, count: int) -> str | None:
 
 
 def single_decode_obstacle(spec: ModelSpec) -> str | None:
-    """What of a model the fast path of a single decode on a CPU does not compute, in words; None if it computes all of it."""
+    """Return what of a model the fast path of a single decode on a CPU does not support, as text.
+
+    The result is None if it supports the whole model.
+    """
     return next((words for words, found in _beside_single_decodes(spec) if found), None)
 
 
 def _beside_single_decodes(spec: ModelSpec) -> Iterator[tuple[str, bool]]:
-    """What the fast path lacks, and whether the model has it."""
+    """Yield (what the fast path does not support, whether the model has it)."""
     block = spec.block(0)
     mixer = spec.block(0).mixer
     yield "layers that differ", len(spec.block_kinds) > 1

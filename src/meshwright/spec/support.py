@@ -1,7 +1,7 @@
-"""What a model can be trained and served with, and what is expected instead where a rule refuses it.
+"""What a model can be trained and served with, and what is expected instead if a rule refuses it.
 
-There are no rules here: each answer is that of the rules by which runs and engines refuse it before they start. `meshwright check` and the
-page of families show these answers.
+There are no rules here. Each answer comes from the rules by which runs and engines refuse a feature before they start.
+`meshwright check` and the page of model families show these answers.
 """
 
 from __future__ import annotations
@@ -25,28 +25,34 @@ from meshwright.spec.serving_limits import (
 )
 
 RANKS = range(2, 9)
-"""Numbers of ranks of an axis, of which one must suit the model."""
+"""Numbers of ranks of an axis that are tried. The axis is supported if one of them suits the model."""
 EXPERT = "expert"
 """The key of expert ranks, which are no axis of the mesh."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """A feature, and what its rule expects of the model or of the run instead; None where the model can have it."""
+    """Whether a model can have a feature."""
 
     feature: str
+    """Name of the feature, for example an axis."""
     refusal: str | None
+    """What the rule expects of the model or of the run instead; None if the model can have the feature."""
 
 
 def training_support(spec: ModelSpec) -> tuple[Support, ...]:
-    """The axes along which several ranks can train a model, the recomputation of its blocks, and its matmuls in fp8."""
+    """Return which axes can have several ranks to train a model, which recompute modes it can have, and whether its
+    matmuls can be in fp8.
+    """
     axes = (Support(axis, _axis_error(spec, axis)) for axis in (*get_args(AxisName), EXPERT))
     modes = (Support(f"recompute {mode}", _error(spec, "recompute", mode)) for mode in RECOMPUTE_MODES[1:])
     return (*axes, *modes, Support("fp8", _error(spec, "linear", "fp8_tensorwise")))
 
 
 def serving_support(spec: ModelSpec) -> tuple[Support, ...]:
-    """How the inference engine can divide a model, the formats of its weights, its drafts, and the fast paths that it has."""
+    """Return how the inference engine can divide a model, which formats its weights can have, its drafts, and its fast
+    paths.
+    """
     formats = {name: weights_error(spec, name) for name in get_args(WeightFormat)}
     formats["fp8"] = formats["fp8"] or fp8_sizes_error(spec)
     return (
@@ -60,15 +66,18 @@ def serving_support(spec: ModelSpec) -> tuple[Support, ...]:
 
 
 def support_lines(spec: ModelSpec) -> Iterator[str]:
-    """One line for training and one for the engine: what the model can have, then what it cannot, and why."""
-    for verb, found in (("trains", training_support(spec)), ("served", serving_support(spec))):
-        able = ", ".join(each.feature for each in found if each.refusal is None)
-        unable = "; ".join(f"not {each.feature} ({each.refusal})" for each in found if each.refusal is not None)
-        yield f"{spec.family} {verb} with {able}" + (f"; {unable}" if unable else "")
+    """Yield the lines of training, then those of the engine: what the model can have, and one line for each feature that it
+    cannot have, with the reason.
+    """
+    for verb, found in (("trained", training_support(spec)), ("served", serving_support(spec))):
+        yield f"{spec.family} can be {verb} with {', '.join(each.feature for each in found if each.refusal is None)}"
+        for each in found:
+            if each.refusal is not None:
+                yield f"  not with {each.feature}: {each.refusal.removeprefix(f'{each.feature}: ')}"
 
 
 def support_as_plain(spec: ModelSpec) -> dict[str, dict[str, bool | str]]:
-    """The answers by feature, as `meshwright check --json` prints them: true, or what is expected instead."""
+    """Return the answers by feature, as `meshwright check --json` prints them: true, or what is expected instead."""
     return {
         part: {each.feature: True if each.refusal is None else each.refusal for each in found}
         for part, found in (("train", training_support(spec)), ("serve", serving_support(spec)))
@@ -76,23 +85,23 @@ def support_as_plain(spec: ModelSpec) -> dict[str, dict[str, bool | str]]:
 
 
 def _axis_error(spec: ModelSpec, axis: str) -> str | None:
-    """What is expected of several ranks along an axis, or of a model that cannot have any."""
+    """Return what is expected if an axis cannot have several ranks; None if it can."""
     return _first_error(lambda ranks: _error(spec, axis, ranks, **_beside(axis, ranks)))
 
 
 def _beside(axis: str, ranks: int) -> dict[str, Any]:
-    """Keys that a run with ranks along an axis has in any case."""
+    """Return the other keys that a run must have to have ranks along an axis."""
     return {"hybrid": {"data.packing": "none"}, EXPERT: {"shard": ranks}}.get(axis, {})
 
 
 def _first_error(of_ranks: Any) -> str | None:
-    """The error of the fewest ranks; None if some number of ranks has none."""
+    """Return the error of the smallest number of ranks; None if some number of ranks has no error."""
     errors = [of_ranks(ranks) for ranks in RANKS]
     return None if None in errors else errors[0]
 
 
 def _error(spec: ModelSpec, key: str, value: Any, **beside: Any) -> str | None:
-    """What the first broken rule of a key of the plan expects with this value; None if none is broken."""
+    """Return what the first broken rule of a key expects, if the key has this value; None if no rule is broken."""
     model = to_plain(spec)
     given = RuleInput(lambda name: _value_at({"model": model}, name, {key: value, **beside}))
     rules = (rule for rule in RULES if rule.key == key and rule.is_broken(given))
@@ -100,7 +109,7 @@ def _error(spec: ModelSpec, key: str, value: Any, **beside: Any) -> str | None:
 
 
 def _value_at(tree: Mapping[str, Any], name: str, keys: Mapping[str, Any]) -> Any:
-    """The value of a key of the plan, or of a dotted key of the run; None where it is not known."""
+    """Return the value of a key of the plan, or of a dotted key of the run; None if it is not known."""
     if name in keys:
         return keys[name]
     value: Any = tree if "." in name else None

@@ -1,7 +1,10 @@
-"""How a folder stores a quantised weight: its tensors with their dtypes and shapes, and what their numbers mean. Torch-free.
+"""How a folder stores a quantised weight: its tensors with their dtypes and shapes, and what their numbers mean.
 
-A weight `(out, in)` is stored as elements of a few bits, packed into the bytes of one tensor, and scales, each shared by a rectangle of the
-weight. A value is `(element - zero point) · scale`. With a factor for the whole tensor all scales are multiplied or divided by it.
+Without torch.
+
+A weight of shape (out, in) is stored as elements of a few bits, which are packed into one tensor, and as scales. Each
+scale belongs to a rectangle of the weight. The value of an element is `(element - zero point) · scale`. If there is a
+factor for the whole tensor, all scales are multiplied or divided by it.
 """
 
 from __future__ import annotations
@@ -13,50 +16,65 @@ from typing import Literal, NamedTuple
 from meshwright.spec.engine import WeightFormat
 
 Element = Literal["e4m3", "int8", "int4", "e2m1", "map"]
-"""What a stored number means: a float of 8 or 4 bits, an integer, or an index into a table in the folder (nf4)."""
+"""What a stored number means: a float of 8 bits (e4m3) or 4 bits (e2m1), an integer, or an index into a table in the
+folder (map, for nf4).
+"""
 Packing = Literal["plain", "words", "bytes", "input words", "output words", "blocks", "flat"]
-"""How numbers stand in a tensor, all with the lowest bits first but `flat`:
+"""How numbers are packed in a tensor. Except for `flat`, the first number has the lowest bits.
 
-- `plain`: one each, `(out, in)`;
+- `plain`: one number per element, `(out, in)`;
 - `words`: neighbouring inputs in 32 bits, `(out, in · bits / 32)`;
 - `bytes`: two inputs in a byte, `(out, in / 2)`;
 - `input words`: neighbouring inputs in 32 bits, transposed, `(in · bits / 32, out)`; scales `(groups, out)` (GPTQ);
 - `output words`: eight outputs in 32 bits in the order `AWQ_ORDER`, `(in, out / 8)`; scales `(groups, out)` (AWQ);
-- `blocks`: of all experts, 16 bytes with 32 inputs each, `(experts, out, in / 32, 16)` (gpt-oss);
-- `flat`: two in a byte, the first in its high bits, `(out · in / 2, 1)` (bitsandbytes).
+- `blocks`: all experts together, 16 bytes with 32 inputs each, `(experts, out, in / 32, 16)` (gpt-oss);
+- `flat`: two numbers in a byte, the first in its high bits, `(out · in / 2, 1)` (bitsandbytes).
 """
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Output of each 4 bits of a word, lowest first."""
+"""Number of the output in each 4 bits of a word, the lowest bits first."""
 WORD_BITS = 32
+"""Bits of a word."""
 BITS: dict[Element, int] = {"e4m3": 8, "int8": 8, "int4": 4, "e2m1": 4, "map": 4}
+"""Bits of an element."""
 NUMBERS: dict[Element, tuple[float, ...]] = {"e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)}
-"""Values of the elements that have a table; the highest bit is the sign."""
+"""Values of the elements that have a fixed table. The highest bit of an element is the sign."""
 FP8_BLOCK = 128
-"""Outputs and inputs of a weight that share a scale, and numbers of a token that do, in the format `fp8 blocks`."""
+"""Number of outputs, and of inputs, of a weight that share a scale in the format `fp8 blocks`; also the numbers of a
+token that share one.
+"""
 LayerFormat = Literal["fp8", "int8", "fp8 blocks"]
-"""How a layer multiplies in 8 bits: with a scale for each token and each output, or, `fp8 blocks`, with one for each 128 numbers of a token
-and each block of 128 × 128 of the weight."""
+"""How a layer multiplies in 8 bits.
+
+`fp8` and `int8`: one scale for each token and for each output. `fp8 blocks`: one scale for each 128 numbers of a token,
+and for each block of 128 × 128 of the weight.
+"""
 NUMBERS_OF: dict[LayerFormat, WeightFormat] = {"fp8": "fp8", "int8": "int8", "fp8 blocks": "fp8"}
-"""The format of the numbers of a layer."""
+"""Format of a layer → format of its numbers."""
 ROUNDING_LOSS: dict[LayerFormat, float] = {"fp8": 0.026, "int8": 0.008, "fp8 blocks": 0.026}
-"""Root mean square error of normally distributed weights rounded with the scales of a format, over their own."""
+"""Root mean square error of rounded weights relative to the weights, if these are normally distributed, by format."""
 MAP_SIZE = 16
+"""Number of values in the table of a `map`."""
 NESTED_BLOCK = 256
+"""Number of 8-bit scales of a `map` that share a scale of their own, if the folder does not say."""
 ABSMAX_BLOCK = 64
-"""Numbers in the table of a `map`; its scales in 8 bits that share a scale, and weights that share one, where the folder does not say."""
+"""Number of weights of a `map` that share a scale, if the folder does not say."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a stored weight: the dtypes that it may have, in safetensors' names, and the shapes."""
+    """A tensor of a stored weight."""
 
     dtypes: tuple[str, ...]
+    """dtypes that it may have, with the names of safetensors."""
     shapes: tuple[tuple[int, ...], ...]
+    """Shapes that it may have."""
     optional: bool = False
+    """Whether it may be missing."""
 
 
 FLOAT_SCALES = ("F32", "BF16", "F16")
+"""dtypes of scales that are floats."""
 POWERS = ("U8", "F8_E8M0")
-"""dtypes of scales that are powers of two, as an exponent."""
+"""dtypes of scales that are powers of two, stored as an exponent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,40 +82,56 @@ class WeightScheme:
     """One way to store a quantised weight."""
 
     name: str
-    """In messages."""
+    """Its name in messages."""
     element: Element
+    """What a stored number means."""
     packing: Packing = "plain"
+    """How numbers are packed in the tensor of elements."""
     values: str = ".weight"
-    """How the name of the tensor of elements ends, in place of the `.weight` of an unquantised one; so for the further names."""
+    """End of the name of the tensor of elements.
+
+    It replaces the end `.weight` of an unquantised weight, and so do the ends below.
+    """
     scales: tuple[str, ...] = (".weight_scale",)
-    """Names of the scales; a folder has one of them."""
+    """Ends of the names that the tensor of scales may have. A folder has one of them."""
     scale_dtypes: tuple[str, ...] = FLOAT_SCALES
+    """dtypes that the scales may have."""
     block: tuple[int, int] = (1, 0)
-    """Outputs and inputs that share a scale; 0 is all of them. `(0, 0)` is a scale for the tensor, `(1, 0)` for each output."""
+    """(outputs, inputs) that share a scale; 0 is all of them.
+
+    `(0, 0)` is one scale for the tensor, `(1, 0)` one for each output.
+    """
     zeros: str | None = None
-    """Zero points, packed as the values are, or as plain int8; without them integers are symmetric."""
+    """End of the name of the zero points.
+
+    They are packed as the values are, or plain int8. Without zero points, integers are symmetric.
+    """
     zero_offset: int = 0
-    """Added to stored zero points, within the bits of an element: 1 in GPTQ's first format."""
+    """Number that is added to stored zero points, within the bits of an element: 1 in the first format of GPTQ."""
     factor: str | None = None
-    """A number by which all scales are multiplied."""
+    """End of the name of a number by which all scales are multiplied."""
     divides: bool = False
-    """Whether scales are divided by the factor instead."""
+    """Whether the scales are divided by this number instead."""
     index: str | None = None
-    """The group of each input (`desc_act`); optional."""
+    """End of the name of the tensor with the group of each input (`desc_act`); the tensor is optional."""
     shape_name: str | None = None
-    """A tensor with the weight's shape."""
+    """End of the name of a tensor with the weight's shape."""
     inputs: tuple[str, ...] = ()
-    """Names that a static scale of activations may have; optional."""
+    """Ends of the names that a static scale of activations may have; the tensor is optional."""
     activations: WeightFormat | None = None
     """8-bit format of activations; None leaves them in the model's dtype."""
 
     @property
     def bits(self) -> int:
+        """Return the bits of an element."""
         return BITS[self.element]
 
     @property
     def native(self) -> LayerFormat | None:
-        """The format in which the engine multiplies by stored numbers and scales as they are; None if it does not."""
+        """Return the format in which the engine multiplies with the stored numbers and scales as they are.
+
+        The result is None if it has to convert them.
+        """
         found: dict[Element, WeightFormat] = {"e4m3": "fp8", "int8": "int8"}
         number_format = found.get(self.element)
         if self.packing != "plain" or self.zeros is not None or self.powers or number_format != self.activations:
@@ -108,18 +142,20 @@ class WeightScheme:
 
     @property
     def powers(self) -> bool:
-        """Whether scales are powers of two only."""
+        """Return whether scales can only be powers of two."""
         return self.scale_dtypes == POWERS
 
     def groups(self, inputs: int) -> int:
-        """Groups of inputs that share a scale."""
+        """Return the number of groups of inputs; the inputs of a group share a scale."""
         return -(-inputs // self.block[1]) if self.block[1] else 1
 
     @lru_cache(maxsize=256)  # noqa: B019  (a folder has few schemes and shapes)
     def parts(self, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
-        """By the end of its name, each tensor of a weight `(out, in)`, or `(experts, out, in)` for packing `blocks`.
+        """Return each tensor of a weight of shape (out, in), or (experts, out, in) with the packing `blocks`, by the
+        end of its name.
 
-        Of `scales` all are there; a folder has one. Those of packing `flat` depend on the folder's own record and are not here.
+        The result has all names in `scales`, of which a folder has one. It has no tensors for the packing `flat`,
+        because they depend on the folder's own record.
         """
         *experts, outputs, inputs = shape
         grid = (-(-outputs // self.block[0]) if self.block[0] else 1, self.groups(inputs))
@@ -143,7 +179,7 @@ class WeightScheme:
     def _shapes(
         self, outputs: int, inputs: int, grid: tuple[int, int]
     ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """The shape of the elements, and those that scales may have."""
+        """Return the shape of the elements, and the shapes that the scales may have."""
         words = -(-inputs * self.bits // WORD_BITS)
         if self.packing == "input words":
             return (words, outputs), (grid[::-1],)
@@ -156,6 +192,7 @@ class WeightScheme:
         return (outputs, size), (grid, *short)
 
     def _zero_part(self, outputs: int, grid: tuple[int, int]) -> StoredTensor:
+        """Return the tensor of zero points."""
         packed = -(-outputs * self.bits // WORD_BITS)
         if self.packing in ("input words", "output words"):
             return StoredTensor(("I32",), ((grid[1], packed),))

@@ -276,13 +276,13 @@ def _evaluation(held_out: HeldOut, sums: torch.Tensor) -> Evaluation:
     tokens = int(sum(row[1] for row in rows.values()))
     if not tokens:
         return Evaluation(math.nan, 0, None)
-    known = all(bytes_by_source.values())
-    return Evaluation(
-        mean(by_source),
-        tokens,
-        mean(by_source) / math.log(2) / mean(bytes_by_source) if known else None,
-        by_source if len(rows) > 1 else {},
-        {name: loss / math.log(2) / bytes_by_source[name] for name, loss in by_source.items()}
-        if known and len(rows) > 1
-        else {},
+    loss = mean(by_source)
+    evaluation = Evaluation(loss, tokens, bits_per_byte=None, by_source=by_source if len(rows) > 1 else {})
+    if not all(bytes_by_source.values()):  # the bytes of some source are not known
+        return evaluation
+    bits_by_source = {name: value / math.log(2) / bytes_by_source[name] for name, value in by_source.items()}
+    return replace(
+        evaluation,
+        bits_per_byte=loss / math.log(2) / mean(bytes_by_source),
+        bits_by_source=bits_by_source if len(rows) > 1 else {},
     )

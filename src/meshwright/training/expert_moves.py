@@ -28,10 +28,12 @@ from meshwright.state.parts import StateParts
 
 @dataclass(frozen=True)
 class RowTransfers:
-    """By rank of the group, the local rows of a tensor that this rank sends to it, and the local rows that it receives from it."""
+    """Which rows of a tensor this rank exchanges with each rank of the group. Rows are numbered in this rank's local tensor."""
 
     sent: tuple[list[int], ...]
+    """`sent[rank]` are the local rows that this rank sends to `rank`."""
     received: tuple[list[int], ...]
+    """`received[rank]` are the local rows that `rank` sends to this rank."""
 
 
 class ExpertMoves:
@@ -66,42 +68,50 @@ class ExpertMoves:
                     self._exchange(parts, transfers)
 
     def _exchange(self, parts: StateParts, transfers: RowTransfers) -> None:
-        assert parts.encoded is None, "the planner refuses moves of state that is in host memory"
-        rows = parts.local.view(parts.local.shape[0], prod(parts.local.shape[1:]))  # also without rows
+        assert parts.memory == "device", "the planner refuses moves of state that is in host memory"
+        # `view(rows, -1)` would fail on a rank that has no rows of this parameter.
+        rows = parts.local.view(parts.local.shape[0], prod(parts.local.shape[1:]))
         sent = self._selected(rows, transfers.sent).view(torch.uint8).flatten()
         received = torch.empty_like(self._selected(rows, transfers.received))
         if self._group is None:
             received.view(torch.uint8).flatten().copy_(sent)
         else:
-            counts = ([rows[:1].nbytes * len(part) for part in side] for side in (transfers.received, transfers.sent))
-            dist.all_to_all_single(received.view(torch.uint8).flatten(), sent, *counts, group=self._group)
+            row_bytes = rows[:1].nbytes
+            received_bytes = [row_bytes * len(local_rows) for local_rows in transfers.received]
+            sent_bytes = [row_bytes * len(local_rows) for local_rows in transfers.sent]
+            dist.all_to_all_single(
+                received.view(torch.uint8).flatten(), sent, received_bytes, sent_bytes, group=self._group
+            )
         rows[_flat(transfers.received)] = received
 
-    def _selected(self, matrix: Tensor, parts: Sequence[Sequence[int]]) -> Tensor:
-        return matrix[_flat(parts)].contiguous()
+    def _selected(self, matrix: Tensor, rows_by_rank: Sequence[Sequence[int]]) -> Tensor:
+        return matrix[_flat(rows_by_rank)].contiguous()
 
 
 def row_transfers(boxes: Sequence[Sequence[Box]], order: Sequence[int], index: int) -> RowTransfers:
     """Return which rows rank `index` sends and receives, for a tensor whose boxes on each rank are `boxes`.
 
-    Row p becomes the old row `order[p]`. If a rank has this old row itself, it takes its own; otherwise the first rank with the row sends
-    it.
+    Row p becomes the old row `order[p]`. A rank that has this old row copies it from its own tensor. To other ranks, the first rank with
+    the old row sends it.
     """
-    holders: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
-    for rank, own in enumerate(boxes):
-        for box in own:
-            for row in range(box.sizes[0]):
-                columns = (*box.offsets[1:], *box.sizes[1:])
-                holders[box.offsets[0] + row, *columns].append((rank, box.first_row + row))
+    # By a row of the whole tensor and the columns that a rank has of it: the ranks, each with the row's number in its local tensor.
+    places: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
+    for rank, rank_boxes in enumerate(boxes):
+        for box in rank_boxes:
+            first_row_of_whole, *column_offsets = box.offsets
+            count, *column_sizes = box.sizes
+            for row in range(count):
+                key = (first_row_of_whole + row, *column_offsets, *column_sizes)
+                places[key][rank] = box.first_row + row
     sent: tuple[list[int], ...] = tuple([] for _ in boxes)
     received: tuple[list[int], ...] = tuple([] for _ in boxes)
-    for (row, *columns), places in holders.items():
+    for (row, *columns), targets in places.items():
         if order[row] == row:
             continue
-        sources = dict(reversed(holders[order[row], *columns]))
-        first = holders[order[row], *columns][0][0]
-        for target, local_row in places:
-            source = target if target in sources else first
+        sources = places[order[row], *columns]
+        first_source = next(iter(sources))
+        for target, local_row in targets.items():
+            source = target if target in sources else first_source
             if source == index:
                 sent[target].append(sources[source])
             if target == index:
@@ -119,5 +129,5 @@ def _expert_parameters(model: Decoder) -> Iterator[tuple[str, int]]:
                     yield names[id(parameter)], layer
 
 
-def _flat(parts: Sequence[Sequence[int]]) -> list[int]:
-    return [row for part in parts for row in part]
+def _flat(rows_by_rank: Sequence[Sequence[int]]) -> list[int]:
+    return [row for rows in rows_by_rank for row in rows]

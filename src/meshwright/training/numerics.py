@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -49,9 +49,19 @@ class Rollback(Exception):
 class NumericalPolicy:
     """The history of good steps, and the steps and samples that were skipped so far. It is equal on all ranks."""
 
-    def __init__(self, train: TrainSpec, skip_samples: tuple[SampleRange, ...] = (), replicas: int = 1) -> None:
-        """`replicas` is the number of copies of the model (ranks along the axis `replicate`)."""
+    def __init__(
+        self,
+        train: TrainSpec,
+        skip_samples: tuple[SampleRange, ...] = (),
+        replicas: int = 1,
+        newest_checkpoint: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`replicas` is the number of copies of the model (ranks along the axis `replicate`).
+
+        `newest_checkpoint` returns the step of the run's newest checkpoint, 0 if there is none; the message of a failure names it.
+        """
         self._train = train
+        self._newest_checkpoint = newest_checkpoint
         self._replicas = replicas
         self.skip_samples = skip_samples
         """Ranges of global sample numbers that the run leaves out (`policies.skipped_samples`)."""
@@ -115,10 +125,8 @@ class NumericalPolicy:
         applied = "was not applied" if skips else "was applied"
         applied = "differs between replicas" if differ else applied
         raise NumericalFailure(
-            f"{cause}; the update {applied}. `meshwright data show RUN --step {step}` names what the "
-            f"step read. The same command would come to the same step: set train.on_{verdict}=rollback_skip to leave out these samples, or "
-            "start another run from the last checkpoint (name=… model.init=checkpoint:RUN) with a lower train.learning_rate or a longer "
-            "train.warmup_steps"
+            f"{cause}; the update {applied}. `meshwright data show RUN --step {step}` names what the step read. The same command would "
+            f"come to the same step: {_remedy(verdict, self._newest_checkpoint())}"
         )
 
     def count_rollback(self, target: int, cause: str) -> None:
@@ -144,6 +152,17 @@ class NumericalPolicy:
         if self.skipped_steps[-MOST_SKIPS:] == list(range(step - MOST_SKIPS + 1, step + 1)):
             raise NumericalFailure(f"{cause}; the updates of {MOST_SKIPS} steps in a row were skipped")
         return f"{cause}; the update was skipped"
+
+
+def _remedy(verdict: Verdict, newest_checkpoint: int) -> str:
+    """What to change after a failure. Without a checkpoint there is nothing to go back to, and the run starts anew."""
+    slower = "with a lower train.learning_rate or a longer train.warmup_steps"
+    if not newest_checkpoint:
+        return f"there is no checkpoint yet, so begin again (--fresh) {slower}; checkpoint.every=N writes some to go back to"
+    return (
+        f"set train.on_{verdict}=rollback_skip to leave out these samples, or start another run from the checkpoint of step "
+        f"{newest_checkpoint} (name=… model.init=checkpoint:RUN) {slower}"
+    )
 
 
 def _cause(record: Mapping[str, Any], verdict: Verdict) -> str:

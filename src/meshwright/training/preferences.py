@@ -301,7 +301,7 @@ class PassRate:
 
 
 SPARE_STEPS = 16
-"""If a run may skip samples, the reference covers the samples of this many steps beyond the run's length."""
+"""Number of further steps whose samples get log-probabilities of the reference model, if a run may skip samples."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,10 @@ def main() -> None:
 
 
 def import_all(cuda: bool, *, open_device: bool = True) -> None:
-    """Import what a rank needs before its first step. With `open_device` a GPU rank's device is opened at the same time."""
+    """Import what a rank needs before its first step. With `cuda` this includes the compiler.
+
+    With `open_device` the GPU of a `cuda` rank is opened at the same time.
+    """
     with uncollected():
         if cuda:
             if open_device:

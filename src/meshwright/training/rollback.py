@@ -26,7 +26,7 @@ def roll_back(session: TrainingSession, reporter: Reporter, saver: Saver, reques
     tier = load_newest(session, end - 1)
     if tier is None:
         check_none_damaged(session, end - 1)
-        raise request.failure(f"{request.cause}; there is no checkpoint to go back to")
+        raise request.failure(f"{request.cause}; there is no checkpoint to go back to; checkpoint.every=N writes some")
     session.numerics.count_rollback(session.step, request.cause)
     saver.restart_from(session.step)
     reporter.rewind(session.step)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.checkpoint.format.inventory import newest_step
 from meshwright.checkpoint.models.adapters import BASE
 from meshwright.checkpoint.ranks import RankGroup
 from meshwright.checkpoint.store import CheckpointStore
@@ -276,7 +277,9 @@ def open_session(
     session.decisions = ExpertDecisions.open(run, plan, mesh, engine.present_experts, moves)
     if session.replay is not None and session.decisions is not None and session.decisions.owners is not None:
         session.replay.positions = session.decisions.owners.positions
-    session.numerics = NumericalPolicy(run.train, assignment.skip_samples, mesh.axis_size("replicate"))
+    session.numerics = NumericalPolicy(
+        run.train, assignment.skip_samples, mesh.axis_size("replicate"), lambda: newest_step(session.folder)
+    )
     if run.model.adapter is not None:  # checkpoints do not have the frozen weights
         session.base = load_base(engine, run.model, run.model.init, run.seed)
     if run.preference is not None:

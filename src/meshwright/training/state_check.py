@@ -90,7 +90,7 @@ class StateCheck:
         self._values = None
 
     def end_step(self, step: int, *, saves: bool, waits: bool, stops: bool) -> None:
-        """Check the state after `step` if a check is due, if a save follows, or if differing copies wait for recomputed elements.
+        """Check the state after `step` if a check is due, if the step `saves`, or if differing copies wait for recomputed elements.
 
         With `waits`, and on a CPU, the result is read here; otherwise a later `read` reads it. With `stops` no further step follows. Raises
         Rollback if the state is corrupt.

@@ -105,12 +105,11 @@ class StateDigests:
         owners = ranks_by_key([[key for key, _ in pieces] for pieces, _ in answers])
         self.groups = sorted(set(owners.values()))
         """The ranks of each set of copies; the list is equal on all ranks."""
-        sizes = [(key in owners, count) for pieces, _ in answers for key, count in pieces]
-        self.coverage = Coverage(
-            sum(count for replicated, count in sizes if replicated),
-            sum(answer[1] for answer in answers),
-            sum(count for _, count in sizes) + sum(answer[1] for answer in answers),
-        )
+        device_pieces = [piece for pieces, _ in answers for piece in pieces]
+        replicated_bytes = sum(piece_bytes for key, piece_bytes in device_pieces if key in owners)
+        device_bytes = sum(piece_bytes for _, piece_bytes in device_pieces)
+        host_bytes = sum(bytes_of_rank for _, bytes_of_rank in answers)
+        self.coverage = Coverage(replicated=replicated_bytes, host=host_bytes, total=device_bytes + host_bytes)
         numbers = {group: number for number, group in enumerate(self.groups)}
         self.group_of_piece = [numbers.get(owners.get(piece.key, ()), -1) for piece in self.pieces]
         self._own = [

@@ -114,32 +114,33 @@ def train_step(
     loss = engine.executor.play(schedule, micro_batches, recorder, loss_divisor(valid), callbacks, real, of_step)
     routing = engine.executor.rank_model.routing
     predictions = engine.executor.rank_model.predictions
-    norms = _norm_slots(norm, mesh)
-    further = [] if predictions is None else [predictions.loss[None]]
-    routed = [] if routing is None else [routing.sums.flatten()]
-    if decisions is not None and routing is not None:
-        routed.append(decisions.rank_loads(routing.sums[:, 2:]))
-    flags = torch.full_like(loss, stop_flag())
-    of_objective = [] if take_sums is None else [counted_once(take_sums(), mesh)]
+    # One collective sums all figures of the step. Each value is a vector of this rank.
+    flag = torch.full_like(loss, stop_flag())
+    own = {"scalars": torch.stack([loss, flag, engine.executor.z_loss]), "norms": _norm_slots(norm, mesh)}
+    if predictions is not None:
+        own["predictions"] = predictions.loss[None]
+    if routing is not None:
+        own["routing"] = routing.sums.flatten()
+        if decisions is not None:
+            own["rank loads"] = decisions.rank_loads(routing.sums[:, 2:])
+    if take_sums is not None:
+        own["objective"] = counted_once(take_sums(), mesh)
     with recorder.waiting("collective_wait"):
-        sums = mesh.sum_over_all(
-            torch.cat([torch.stack([loss, flags, engine.executor.z_loss]), norms, *further, *routed, *of_objective])
-        )
-    objective_sums = None
-    if of_objective:
-        sums, objective_sums = sums[: -len(of_objective[0])], sums[-len(of_objective[0]) :]
-    z_loss, norms, sums_behind = sums[2], sums[3 : 3 + len(norms)], sums[3 + len(norms) :]
-    further, routed_sums = sums_behind[: len(further)], sums_behind[len(further) :]
-    figures = [sums[0], norms.max(), *valid[:2], sums[1], skipping_replicas(norms, norm_limit)]
+        joined = mesh.sum_over_all(torch.cat([*own.values()]))
+    sums = dict(zip(own, joined.split([len(part) for part in own.values()]), strict=True))
+    loss, flag, z_loss = sums["scalars"]
+    norms = sums["norms"]
+    prediction_loss = sums.get("predictions", ())
+    skipped = skipping_replicas(norms, norm_limit)
+    figures = [loss, norms.max(), *valid[:2], flag, skipped, *prediction_loss]
     if routing is None:
-        return StepFigures(torch.stack([*figures, *further, z_loss]), sums=objective_sums)
-    routed_sums, rank_loads = routed_sums[: routing.sums.numel()], routed_sums[routing.sums.numel() :]
-    routing.sums.copy_(routed_sums.view_as(routing.sums))
+        return StepFigures(torch.stack([*figures, z_loss]), sums=sums.get("objective"))
+    routing.sums.copy_(sums["routing"].view_as(routing.sums))
     if decisions is not None:
-        decisions.add(rank_loads)
-    routing.update_biases(figures[-1] > 0)
+        decisions.add(sums["rank loads"])
+    routing.update_biases(skipped > 0)
     loads = routing.loads() if decisions is None else decisions.by_number(routing.loads())
-    return StepFigures(torch.stack([*figures, *further, *routing.figures(), z_loss]), loads, objective_sums)
+    return StepFigures(torch.stack([*figures, *routing.figures(), z_loss]), loads, sums.get("objective"))
 
 
 def counted_once(sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -92,17 +92,16 @@ def elements_per_token(
     share = float(tile_share(plan.mlp_tile, tokens)) if tokens else 1.0
     sum_bytes_of_element = element * max(tokens, 1.0)
     by_block = dict[tuple[int, Recompute, Linear | None], tuple[float, float]]()
-
-    def per_token(layer: int) -> tuple[float, float]:
-        mode = strategies[layer].recompute
-        key = model.kind(layer), mode, strategies[layer].linear
+    by_layer = []
+    for layer, (kind, strategy) in enumerate(zip(model.layer_kinds, strategies, strict=True)):
+        key = kind, strategy.recompute, strategy.linear
         if key not in by_block:
             low = low_share(plan.precision, plan.linear(layer, model.layers))
-            saved, temporary, sums = _elements(*_block(model, layer, mode), low, expert_ranks, busiest, share, element)
+            block = _block(model, layer, strategy.recompute)
+            saved, temporary, sums = _elements(*block, low, expert_ranks, busiest, share, element)
             by_block[key] = saved, temporary + sums / sum_bytes_of_element
-        return by_block[key]
-
-    return per_token
+        by_layer.append(by_block[key])
+    return by_layer.__getitem__
 
 
 @lru_cache(maxsize=1024)
@@ -219,9 +218,8 @@ def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
 
     From tensor ranks: its gathered input, and the gradient of that input. From context ranks: queries, keys and values.
     """
-    gathered = np.where(np.asarray(tensor) > 1, 2.0 * np.asarray(tensor) * model.hidden, 0.0)
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim  # values are padded to the width of keys
-    return gathered + np.where(np.asarray(context) > 1, heads, 0)
+    return (tensor > 1) * 2.0 * tensor * model.hidden + (context > 1) * heads
 
 
 def score_gradient_bytes(model: ModelSpec, samples: Array, seq: Array, tensor: Array) -> Array:

@@ -30,6 +30,7 @@ class LayerGroup:
     layers: tuple[int, ...]
     """Numbers of the layers, counted from 0. Prediction modules follow the last layer."""
     mixer: Mixer
+    """The attention of these layers."""
     window: int | None
     """Number of positions that a query attends to at most; None if it attends to all."""
 
@@ -93,11 +94,11 @@ class CacheRoom:
     """Limits of the engine that decide how many blocks each group of the cache needs."""
 
     context: int
-    """Greatest number of tokens of a sequence."""
+    """Maximum number of tokens of a sequence."""
     sequences: int
-    """Greatest number of requests that run at the same time."""
+    """Maximum number of requests that run at the same time."""
     step_tokens: int
-    """Greatest number of tokens of a step."""
+    """Maximum number of tokens of a step."""
     tokens_per_block: int
     """Number of positions in a block."""
 
@@ -117,7 +118,7 @@ class CacheRoom:
             return [blocks] * len(groups)
         size = self.tokens_per_block
         blocks_by_group = [self.sequences * (-(-(group.window or 0) // size) + 2) for group in groups]
-        # blocks for the tokens of a step; below, `2 *` also counts the step in flight
+        # Blocks for the tokens of a step. Below, `2 *` also counts the step in flight.
         new = -(-self.step_tokens // size)
         return [
             blocks if group.window is None else min(blocks, 1 + 2 * (count + new))
@@ -154,7 +155,7 @@ def activation_bytes(spec: ModelSpec, itemsize: int, samples: int, step_tokens: 
     scores) of `samples` tokens. `itemsize` is the number of bytes of an activation.
     """
     width = 4 * spec.hidden + 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    # latent attention: queries multiplied into the latent space, and weighted sums of latents
+    # Latent attention: queries multiplied into the latent space, and weighted sums of latents.
     width += 2 * spec.heads * spec.kv_rank
     width += 3 * max(*spec.dense_widths.values(), spec.experts_per_token * (spec.expert_hidden + spec.hidden))
     return 2 * step_tokens * width * itemsize + 3 * samples * spec.outputs * 4

@@ -22,9 +22,9 @@ class LengthHistogram:
     """
 
     first: np.ndarray
-    """Least number of tokens of a sample in each range, int64."""
+    """Minimum number of tokens of a sample in each range, int64."""
     last: np.ndarray
-    """Greatest number of tokens of a sample in each range, int64."""
+    """Maximum number of tokens of a sample in each range, int64."""
     shares: np.ndarray
     """Share of all samples in each range, float64; the sum is 1."""
 

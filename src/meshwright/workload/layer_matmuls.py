@@ -14,18 +14,23 @@ from meshwright.workload.step_shape import StepShape
 
 @dataclass(frozen=True)
 class Matmul:
-    """`count` equal matmuls (m, k) × (k, n) in one kernel launch of a layer's forward; the backward has two for each of
-    them.
+    """`count` equal matmuls (m, k) × (k, n) in one kernel launch of a layer's forward.
+
+    The backward has two for each of them.
     """
 
     role: Role
     """Kind of the linear layer, as in `LinearColumns`."""
     m: Array
+    """Rows of the first matrix and of the result."""
     k: Array
+    """Columns of the first matrix, rows of the second."""
     n: Array
+    """Columns of the second matrix and of the result."""
     layers: Array
     """Number of the model's layers that have this matmul."""
     count: Array = 1.0
+    """Number of equal matmuls in one launch."""
 
 
 def layer_matmuls(shape: Shape, step: StepShape, width: Array) -> Iterator[Matmul]:

@@ -198,8 +198,9 @@ def expert_message(shape: Shape, layout: Layouts, step: StepShape, element: Arra
 def weight_collectives(layout: Layouts) -> tuple[Array, Array]:
     """Return how often a step gathers the weights of a sharded unit, and how often it reduces the unit's gradients.
 
-    Without options, each micro-batch gathers twice (forward and backward) and reduces once. In layered order this happens once per step.
-    With the paired schedule, two micro-batches share it.
+    Without options, each micro-batch gathers twice (forward and backward) and reduces once. In layered order all micro-batches run through
+    a layer before the next layer, so a step gathers twice and reduces once. With the paired schedule, two micro-batches share their
+    gathers and their reduction.
     """
     runs = np.where(np.asarray(layout.layered) > 0, 1.0, layout.micro_batches / (1.0 + np.asarray(layout.paired)))
     gathers = np.where(np.asarray(layout.gather_once) > 0, 1.0, (2.0 - layout.keep_gathered) * runs)

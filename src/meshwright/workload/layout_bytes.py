@@ -1,4 +1,4 @@
-"""Memory of the fullest rank in closed form, for arrays of layouts. It counts as `plan_bytes` does, but needs no Plan."""
+"""Memory of the fullest rank in closed form, for arrays of layouts, whose layers are equal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from meshwright.spec.model import ModelSpec
 from meshwright.workload.activations import (
     mean_backward_elements,
     mean_saved_elements,
-    moving_elements,
-    prediction_elements,
-    received_elements,
-    score_gradient_bytes,
     tile_share,
     tile_sum_bytes,
 )
@@ -27,7 +23,7 @@ from meshwright.workload.tensor_bytes import (
     TensorFormats,
     bytes_by_category,
     peak_bytes,
-    sums_beside_activations,
+    rank_tensors,
 )
 from meshwright.workload.unit_parameters import EndParameters, block_unit, end_units, trained_share
 
@@ -56,90 +52,55 @@ def layout_peak_bytes(model: ModelSpec, layout: Layouts, formats: TensorFormats)
 def _rank_tensors(model: ModelSpec, layout: Layouts, formats: TensorFormats, *, last: bool) -> RankTensors:
     """Return what the first pipeline rank (with `last`, the last one) stores and gathers, for many layouts at once.
 
-    Tensor ranks divide all parameters. A rank owns a shard of its parameters, and gathers whole units; of the experts it gathers only
-    those of its own expert rank. `plan_bytes` counts the same for one plan, layer by layer.
+    Tensor ranks divide all parameters. A rank owns a shard of its parameters, and gathers whole units. `plan_bytes` counts the same for
+    one plan, layer by layer.
     """
     sizes = _model_parameters(model)
     width = np.asarray(layout.tensor)
-    micro_batches = layout.micro_batches
-    single = np.asarray(layout.pipeline) == 1
     shards = np.asarray(layout.shards)
-    rank_embed_head, loss_parameters, shared = _end_parameters(
-        sizes.embed_head, layout, model.embedding_at_both_ends, last
-    )
-    # A rank all-gathers only the experts of its own expert rank, so the others are subtracted below.
-    experts_on_other_ranks = np.where(
-        loss_parameters > 0,
-        sizes.embed_head.final.experts / width * (1 - 1 / np.maximum(1.0, layout.expert / width)),
-        0.0,
-    )
-    block = (sizes.block - sizes.experts * (1 - 1 / np.maximum(1.0, layout.expert / width))) / width
+    embed_head, head, shared = _end_parameters(sizes.embed_head, layout, model.embedding_at_both_ends, last)
     layers = np.where((np.asarray(layout.vee) > 0) == last, layout.fullest_layers, layout.head_layers)
-    owned = (layers * sizes.block / width + rank_embed_head) / shards
-    rank_embed_head = rank_embed_head - experts_on_other_ranks
-    loss_parameters = loss_parameters - experts_on_other_ranks
-    tokens = layout.micro_batch * layout.seq / layout.context / width
+    owned = (layers * sizes.block / width + embed_head) / shards
+    # A rank all-gathers only the experts of its own expert rank, so the others are subtracted.
+    other_ranks = 1 - 1 / np.maximum(1.0, layout.expert / width)
+    block = (sizes.block - sizes.experts * other_ranks) / width
+    experts_on_other_ranks = np.where(head > 0, sizes.embed_head.final.experts / width * other_ranks, 0.0)
+    embed_head = embed_head - experts_on_other_ranks
+    head = head - experts_on_other_ranks
+    embed_head_trained = trained_share(model, None)
+    owned_trained = (owned - embed_head / shards) * sizes.trained + embed_head / shards * embed_head_trained
+    whole_trained = layers * block * sizes.trained + embed_head * embed_head_trained
+    activation_bytes = layout.micro_batch * layout.seq / layout.context / width * formats.compute
     shape = shape_of(model, 1)
-    saved_elements = mean_saved_elements(shape, layout.recompute, formats.low, layout.expert, layout.busiest_rows)
-    saved_per_layer = tokens * formats.compute * saved_elements
-    modules = np.where(loss_parameters > 0, model.prediction_depth, 0.0)
-    in_flight, forwards_first = _micro_batches_in_flight(layout, last)
+    saved = mean_saved_elements(shape, layout.recompute, formats.low, layout.expert, layout.busiest_rows)
+    share = tile_share(formats.mlp_tile, activation_bytes / formats.compute)
+    temporary = mean_backward_elements(shape, layout.recompute, formats.low, layout.expert, layout.busiest_rows, share)
+    temporary = temporary + tile_sum_bytes(shape, layout.recompute, share, formats.compute) / activation_bytes
     on_device = np.minimum(DEVICE_LAYERS + (np.asarray(layout.pipeline) > 1), layers)
     offloaded = np.asarray(layout.offload_activations)
+    in_flight = layout.in_flight_last if last else layout.in_flight
     stored_layers = np.where(offloaded > 0, on_device, 0.0) + (1 - offloaded) * in_flight * layers
-    share = tile_share(formats.mlp_tile, tokens)
-    backward = mean_backward_elements(shape, layout.recompute, formats.low, layout.expert, layout.busiest_rows, share)
-    tile_sums = tile_sum_bytes(shape, layout.recompute, share, formats.compute)
-    temporary_elements = backward + received_elements(model, width, layout.context)
-    temporary_elements = temporary_elements + moving_elements(model) * np.asarray(layout.paired)
-    scores = formats.scores * score_gradient_bytes(model, layout.micro_batch, layout.seq / layout.context, width)
-    pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
-    reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)
-    trained = sizes.trained
-    embed_head_trained = trained_share(model, None)
-    owned_embed_head = rank_embed_head / shards
-    owned_trained = (owned - owned_embed_head) * trained + owned_embed_head * embed_head_trained
-    shard_sums = sums_beside_activations(
-        formats, owned_trained, block * trained, loss_parameters * embed_head_trained, shards
-    )
-    sums = np.where(
-        reduces_once, (layers * block * trained + rank_embed_head * embed_head_trained) * formats.reduce, shard_sums
-    )
-    sums = np.where((pending_micro_batches > 0) | (micro_batches <= 1), 0.0, sums)
-    paired = np.asarray(layout.paired) > 0
-    pair_sums = np.where(paired & ~reduces_once, block * trained * formats.reduce, 0.0)
-    sums = np.where(paired & (micro_batches <= 2), pair_sums, sums + pair_sums)
-    return RankTensors(
+    return rank_tensors(
+        model,
+        layout,
+        formats,
         owned=owned,
         block=block,
-        embed_head=rank_embed_head,
-        head=loss_parameters,
-        trained=trained,
+        embed_head=embed_head,
+        head=head,
+        trained=sizes.trained,
         embed_head_trained=embed_head_trained,
-        shards=shards,
-        gathers=np.where((shards == 1) & (layout.data <= 1) & (formats.compute >= formats.stored), 0.0, 1.0),
         layers_gathered_once=np.where(layout.gather_once > 0, layers, 0.0),
-        embed_head_gathered_once=layout.gather_once,
-        last=np.where((loss_parameters > 0) & ~shared, loss_parameters, block),
-        sums=sums,
-        sums_shards=np.where((sums > 0) & ~reduces_once, 1.0, 0.0),
-        reduces=np.where(~reduces_once | (single & ~forwards_first) | (pending_micro_batches > 0), 1.0, 0.0),
+        embed_gathered_once=layout.gather_once,
+        last=np.where((head > 0) & ~shared, head, block),
+        summed=np.where(layout.reduce_once > 0, 0.0, owned_trained),
+        whole=np.where(layout.reduce_once > 0, whole_trained, 0.0),
         offloaded_share=layout.offload,
         layers=layers,
-        activations=stored_layers * saved_per_layer,
-        working=tokens * formats.compute * temporary_elements + tile_sums + scores,
-        tokens=tokens,
-        width=width,
-        hidden=model.hidden,
-        outputs=model.outputs,
-        gradients_final=layout.gradients_final_in_backward(model.embedding_at_both_ends),
-        pending=pending_micro_batches,
-        pending_head=np.where(forwards_first, micro_batches, np.maximum(1.0, pending_micro_batches)),
-        predictions=modules,
-        prediction_activations=tokens
-        * formats.compute
-        * prediction_elements(model, modules, saved_elements, temporary_elements),
-        messages=np.where(single, -1.0, _sends(layout, last)),
+        activations=stored_layers * activation_bytes * saved,
+        temporary=activation_bytes * temporary,
+        module_elements=(saved, temporary),
+        sends=_sends(layout, last),
     )
 
 
@@ -159,33 +120,6 @@ def _end_parameters(
     embed_head = has_embed * parameters.embed.count + has_head * parameters.final.count + table_copy
     loss = has_head * parameters.final.count + table_copy + np.where(shared, parameters.embed.count, 0.0)
     return embed_head / layout.tensor, loss / layout.tensor, shared
-
-
-def _micro_batches_in_flight(layout: Layouts, last: bool) -> tuple[Array, Array]:
-    """Return the micro-batches in flight at the peak, and whether all forwards come before all backwards, as in GPipe.
-
-    With 1F1B and 8 micro-batches, the first of 4 pipeline ranks has 4 micro-batches in flight, and the last rank 1:
-
-    >>> from meshwright.config.presets import MODEL_PRESETS
-    >>> from meshwright.spec.fields import from_plain
-    >>> from meshwright.spec.job import TrainSpec
-    >>> from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, SchedulePlan
-    >>> from meshwright.workload.layouts import layout_of
-    >>> llama = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
-    >>> batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=8)
-    >>> plan = Plan(mesh=(MeshAxis(axis="pipeline", size=4),), batch=batch, schedule=SchedulePlan(name="1f1b"))
-    >>> layout = layout_of(llama, TrainSpec(steps=1, global_batch=8, seq_len=4096), plan)
-    >>> [float(_micro_batches_in_flight(layout, last=last)[0]) for last in (False, True)]
-    [4.0, 1.0]
-    """
-    micro_batches = layout.micro_batches
-    depth = np.asarray(layout.pipeline)
-    rule = np.where(layout.layered > 0, micro_batches, np.minimum(micro_batches, 1.0 if last else depth))
-    scheduled = np.asarray(layout.in_flight_last if last else layout.in_flight)
-    # Only if all forwards come first, the last rank has all micro-batches in flight.
-    return np.where(scheduled > 0, scheduled, rule), (np.asarray(layout.in_flight_last) >= micro_batches) & (
-        micro_batches > depth
-    )
 
 
 @dataclass(frozen=True)
@@ -214,6 +148,10 @@ def _sends(layout: Layouts, last: bool) -> Array:
     """Return how many messages of one micro-batch the first (or `last`) pipeline rank sends, activations and gradients together.
 
     With s stages on each rank it is 2 s - 1. In a V-shaped placement, the first rank sends s messages, and the last rank 2 s - 2.
+
+    >>> from types import SimpleNamespace
+    >>> _sends(SimpleNamespace(virtual=[1, 2], vee=0), last=True)
+    array([1., 3.])
     """
     stages = np.asarray(layout.virtual, float)
     return np.where(np.asarray(layout.vee) > 0, 2 * stages - 2 if last else stages, 2 * stages - 1)

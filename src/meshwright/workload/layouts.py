@@ -19,32 +19,28 @@ from meshwright.workload.dtypes import bytes_of, staging_bytes, state_bytes
 from meshwright.workload.expected_loads import expected_busiest
 from meshwright.workload.groups import experts_over
 from meshwright.workload.optimizer_work import ADAMW_BYTES, optimizer_columns
-from meshwright.workload.rank_layers import table_layers
+from meshwright.workload.rank_layers import RankLayers, table_layers
 
 SELECTIVE, ALL_BUT_ATTENTION, FULL = (
     float(RECOMPUTE_MODES.index(mode)) for mode in ("selective", "all_but_attention", "full")
 )
 """Values of `Layouts.recompute`. From `ALL_BUT_ATTENTION` on, the backward repeats the matmuls of the forward."""
+GPIPE, BREADTH_FIRST, PAIRED = map(NAMES.index, ("gpipe", "breadth_first", "paired"))
+"""Schedules by index."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layouts:
-    """How ranks divide a step. Columns that say "1 if" are 1 or 0."""
+class StepDivision:
+    """How ranks and micro-batches divide a step. Columns that say "1 if" are 1 or 0."""
 
     tensor: Array
     """Tensor ranks."""
     pipeline: Array
     """Pipeline ranks."""
-    virtual: Array
-    """Stages on each pipeline rank; more than 1 with virtual stages."""
     context: Array
     """Context ranks, ring and Ulysses together."""
-    expert: Array
-    """Ranks that divide the experts of a layer, tensor ranks included."""
     data: Array
     """Data-parallel ranks: shards and replicas."""
-    zero: Array
-    """What is sharded: 0 nothing, 1 the optimizer state, 2 also gradients, 3 also weights."""
     shards: Array
     """Ranks that share the sharded states (at most data × context)."""
     micro_batch: Array
@@ -53,16 +49,49 @@ class Layouts:
     """Sequences of a step, on all ranks."""
     seq: Array
     """Tokens of a sequence."""
+    forwards_first: Array = 0.0
+    """1 if the forwards of all micro-batches come before all backwards, as in GPipe and in layered order."""
+    layered: Array = 0.0
+    """1 if all micro-batches pass a layer before the next layer is gathered (breadth-first accumulation)."""
+    paired: Array = 0.0
+    """1 if two micro-batches pass through each layer together: one computes while the tokens of the other are exchanged."""
+    weights_by_copy_engine: Array = 0.0
+    """1 if copy engines gather weights; their gathers do not wait for NCCL collectives."""
+    tokens_by_copy_engine: Array = 0.0
+    """1 if copy engines carry the tokens between tensor ranks, at the same time as the matmuls."""
+    exchange_room: Array = 0.0
+    """Rows that a rank has room to receive from other expert ranks, relative to those it sends (`expected_loads.received_room`)."""
+
+    @property
+    def ranks(self) -> Array:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def micro_batches(self) -> Array:
+        """Micro-batches of one replica in one step."""
+        return np.maximum(1.0, np.ceil(self.global_batch / (self.data * self.micro_batch) - 1e-9))
+
+    def gradients_final_in_backward(self, tied: Array) -> Array:
+        """For which layouts `spec.layout.gradients_final_in_backward` holds; `tied` as in `Shape`."""
+        return (self.micro_batches <= 1) & (self.ranks == self.pipeline) & ((self.pipeline == 1) | (tied == 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts(StepDivision):
+    """How a step is divided, and what else its time and memory depend on. Columns that say "1 if" are 1 or 0."""
+
+    virtual: Array
+    """Stages on each pipeline rank; more than 1 with virtual stages."""
+    expert: Array
+    """Ranks that divide the experts of a layer, tensor ranks included."""
+    zero: Array
+    """What is sharded: 0 nothing, 1 the optimizer state, 2 also gradients, 3 also weights."""
     recompute: Array
     """Index in `RECOMPUTE_MODES`. In published runs, `selective` recomputes only scores, softmax and weighted sums of attention."""
     keep_gathered: Array = 0.0
     """1 if gathered weights are kept from forward to backward."""
     gathered_bytes: Array = 2.0
     """Bytes per element of a block's gathered weight."""
-    weights_by_copy_engine: Array = 0.0
-    """1 if copy engines gather weights; their gathers do not wait for NCCL collectives."""
-    tokens_by_copy_engine: Array = 0.0
-    """1 if copy engines carry the tokens between tensor ranks, at the same time as the matmuls."""
     gather_once: Array = 0.0
     """1 if gathered weights are kept for the whole step, all its micro-batches."""
     reduce_once: Array = 0.0
@@ -72,7 +101,7 @@ class Layouts:
     fill: Array = 1.0
     """Idle time at beginning and end of the pipeline, relative to 1F1B with as many virtual stages; below 1 only with a split backward."""
     in_flight: Array = 0.0
-    """Peak of micro-batches in flight on the first pipeline rank (`schedules.in_flight`); 0 selects the formula of 1F1B."""
+    """Peak of micro-batches in flight on the first pipeline rank (`schedules.in_flight`)."""
     in_flight_last: Array = 0.0
     """Peak of micro-batches in flight on the last pipeline rank."""
     vee: Array = 0.0
@@ -113,8 +142,6 @@ class Layouts:
     """Compute time of the slowest rank relative to the mean (`benchmarks/stragglers.py`)."""
     ulysses: Array = 1.0
     """Context ranks that exchange tokens for heads (Ulysses). The other factor of `context` is `ring`, the size of attention rings."""
-    layered: Array = 0.0
-    """1 if all micro-batches pass a layer before the next layer is gathered (breadth-first accumulation)."""
     imbalance: Array = 1.0
     """Tokens of the busiest expert rank relative to the mean."""
     busiest_rows: Array = 1.0
@@ -125,8 +152,6 @@ class Layouts:
     """Exposed seconds of gathers and reductions of copied experts, of one micro-batch over all layers."""
     one_copy: Array = 0.0
     """1 if each domain with experts of a token receives it once and distributes it inside (DeepEP and similar)."""
-    paired: Array = 0.0
-    """1 if two micro-batches pass through each layer together: one computes while the tokens of the other are exchanged."""
     exchange_overlaps: Array = 0.0
     """1 if another micro-batch computes during dispatch and combine (DualPipe and similar)."""
     exchanged_bytes: Array = 2.0
@@ -145,6 +170,10 @@ class Layouts:
     """Layers of the fullest pipeline rank without the head; 0 selects the rules of published stacks (`costs.stage_layers`)."""
     head_layers: Array = 0.0
     """Layers of the rank with the head."""
+    slowest_layers: Array = 0.0
+    """As `fullest_layers`, but in time (`workload.rank_layers.RankLayers`)."""
+    slowest_head_layers: Array = 0.0
+    """As `slowest_layers`, if the rank with the head is the longest in the last round."""
     sequence: Array = 0.0
     """1 with sequence parallelism: tensor ranks divide by sequence the activations that they do not divide by width."""
     port: Array = 1.0
@@ -164,18 +193,6 @@ class Layouts:
     def splits_backward(self) -> Array:
         """Whether the pipeline's schedule splits the backward: only such schedules have less idle time than 1F1B."""
         return (self.pipeline > 1) & (self.fill < 1)
-
-    @property
-    def ranks(self) -> Array:
-        return self.tensor * self.pipeline * self.context * self.data
-
-    def gradients_final_in_backward(self, tied: Array) -> Array:
-        """For which layouts `spec.layout.gradients_final_in_backward` holds; `tied` as in `Shape`."""
-        return (
-            (self.micro_batches <= 1)
-            & (self.ranks == self.pipeline)
-            & ((np.asarray(self.pipeline) == 1) | (np.asarray(tied) == 0))
-        )
 
     @property
     def expert_shard(self) -> Array:
@@ -219,25 +236,15 @@ class Layouts:
     def pipeline_step(self) -> Array:
         return np.where(self.pipeline_stride > 0, self.pipeline_stride, self.tensor * self.context * self.data)
 
-    @property
-    def micro_batches(self) -> Array:
-        """Micro-batches of one replica in one step."""
-        return np.maximum(1.0, np.ceil(self.global_batch / (self.data * self.micro_batch) - 1e-9))
-
 
 def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
     """Return the columns of a plan, where all layers have the strategy of the first layer."""
-
-    def size(axis: AxisName) -> int:
-        # Weights and gradients are divided over hybrid ranks as over shard ranks.
-        return plan.axis_size(axis) * (plan.axis_size("hybrid") if axis == "shard" else 1)
-
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     columns = layouts_of(
         model,
         train,
         plan.precision,
-        size,
+        _axis_sizes(plan),
         expert=experts_over(plan),
         schedule=NAMES.index(plan.schedule.name),
         virtual=len(table[0]) if len(table) > 1 else 1,
@@ -255,6 +262,47 @@ def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
     return Layouts(**{field.name: float(getattr(columns, field.name)) for field in fields(Layouts)})
 
 
+def division_of(train: TrainSpec, plan: Plan, exchange_room: float) -> StepDivision:
+    """Return the columns of a plan that do not depend on its layers, for a fiftieth of the time of `layout_of`."""
+    return StepDivision(
+        weights_by_copy_engine=plan.gather_transport == "copy_engine",
+        tokens_by_copy_engine=plan.tensor_transport == "copy_engine",
+        exchange_room=exchange_room,
+        **_division(
+            train,
+            _axis_sizes(plan),
+            NAMES.index(plan.schedule.name),
+            plan.batch.micro_batch,
+            plan.batch.accumulate,
+        ),
+    )
+
+
+def _axis_sizes(plan: Plan) -> Callable[[AxisName], int]:
+    # Weights and gradients are divided over hybrid ranks as over shard ranks.
+    return lambda axis: plan.axis_size(axis) * (plan.axis_size("hybrid") if axis == "shard" else 1)
+
+
+def _division(
+    train: TrainSpec, size: Callable[[AxisName], Array], schedule: Array, micro_batch: Array, accumulate: Array
+) -> dict[str, Array]:
+    context = size("context_ring") * size("context_ulysses")
+    data_ranks = size("replicate") * size("shard")
+    return {
+        "tensor": size("tensor"),
+        "pipeline": size("pipeline"),
+        "context": context,
+        "data": data_ranks,
+        "shards": size("shard") * context,
+        "micro_batch": micro_batch,
+        "global_batch": data_ranks * micro_batch * accumulate,
+        "seq": float(train.seq_len),
+        "forwards_first": 1.0 * ((schedule == GPIPE) | (schedule == BREADTH_FIRST)),
+        "layered": 1.0 * (schedule == BREADTH_FIRST),
+        "paired": 1.0 * (schedule == PAIRED),
+    }
+
+
 def layouts_of(
     model: ModelSpec,
     train: TrainSpec,
@@ -266,7 +314,7 @@ def layouts_of(
     virtual: Array,
     micro_batch: Array,
     accumulate: Array,
-    layers: tuple[Array, Array],
+    layers: RankLayers,
     offload_fraction: float = 1.0,
     offload_staging: float = 0.0,
     **columns: Array,
@@ -276,37 +324,33 @@ def layouts_of(
     - `size(axis)`: ranks of an axis.
     - `expert`: ranks that share the experts of one tensor rank.
     - `schedule`: index in `schedules.in_flight.NAMES`.
-    - `layers`: (layers of the fullest pipeline rank without the head, layers of the rank with the head), as from `rank_layers`.
+    - `layers`: layers of the pipeline ranks.
     - `columns`: further columns of `Layouts`, which are returned as they are.
     """
-    tensor, pipeline, ulysses = (np.asarray(size(axis), float) for axis in ("tensor", "pipeline", "context_ulysses"))
-    context = size("context_ring") * ulysses
-    data_ranks = np.asarray(size("replicate"), float) * size("shard")
-    shards = size("shard") * context
+
+    def ranks(axis: AxisName) -> np.ndarray:
+        return np.asarray(size(axis), float)
+
+    division = _division(train, ranks, schedule, np.asarray(micro_batch, float), accumulate)
+    tensor = ranks("tensor")
+    pipeline = ranks("pipeline")
     expert = expert * tensor if model.experts else 1.0
     schedule_arguments = (schedule, pipeline, accumulate, virtual)
     busiest = expected_busiest(model, train, expert)
     return Layouts(
-        tensor=tensor,
-        pipeline=pipeline,
+        **division,
         virtual=np.asarray(virtual, float),
-        context=context,
-        ulysses=ulysses,
+        ulysses=ranks("context_ulysses"),
         expert=expert,
         imbalance=busiest.imbalance,
         busiest_rows=busiest.stored_rows,
-        data=data_ranks,
-        shards=shards,
-        zero=np.where(shards > 1, 3.0, 0.0),
-        micro_batch=np.asarray(micro_batch, float),
-        global_batch=data_ranks * micro_batch * accumulate,
-        seq=float(train.seq_len),
+        zero=np.where(division["shards"] > 1, 3.0, 0.0),
         sequence=np.where(tensor > 1, 1.0, 0.0),
-        layered=np.where(np.equal(schedule, NAMES.index("breadth_first")), 1.0, 0.0),
-        paired=np.where(np.equal(schedule, NAMES.index("paired")), 1.0, 0.0),
         vee=np.where(np.isin(schedule, [NAMES.index(name) for name in V_SCHEDULES]), 1.0, 0.0),
-        fullest_layers=layers[0],
-        head_layers=layers[1],
+        fullest_layers=layers.fullest,
+        head_layers=layers.with_head,
+        slowest_layers=layers.slowest,
+        slowest_head_layers=layers.slowest_with_head,
         in_flight=in_flight(*schedule_arguments),
         in_flight_last=in_flight(*schedule_arguments, pipeline - 1),
         fill=relative_idle_time(schedule, pipeline, accumulate),

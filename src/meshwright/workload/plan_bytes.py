@@ -7,9 +7,10 @@ weights, reduction buffers and temporary tensors. The framework's memory is a gu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import mul
 
 import numpy as np
 
@@ -21,30 +22,25 @@ from meshwright.spec.plan import (
     LayerStrategy,
     Plan,
     Precision,
-    Transport,
     layer_of,
 )
 from meshwright.workload.activations import (
     busiest_rows,
     elements_per_token,
     exchange_room,
-    moving_elements,
-    prediction_elements,
-    received_elements,
-    score_gradient_bytes,
     tokens_of,
 )
 from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.dtypes import GB, bytes_of, low_share, state_bytes, summed_bytes
-from meshwright.workload.groups import context_size, copies_experts, experts_over, shard_size, stacked_experts
+from meshwright.workload.groups import copies_experts, experts_over, shard_size, stacked_experts
+from meshwright.workload.layouts import division_of
 from meshwright.workload.optimizer_work import OptimizerWork, optimizer_work
 from meshwright.workload.stage_parts import StagePart, stage_part
 from meshwright.workload.tensor_bytes import (
     CATEGORIES,
-    RankTensors,
     TensorFormats,
     bytes_by_category,
-    sums_beside_activations,
+    rank_tensors,
 )
 from meshwright.workload.unit_parameters import block_unit
 
@@ -57,9 +53,6 @@ def formats(
     precision: Precision,
     *,
     cpu: bool,
-    replicas: int = 1,
-    gather_transport: Transport = "nccl",
-    tensor_transport: Transport = "nccl",
     model: ModelSpec | None = None,
     offload_fraction: float = 1.0,
     offload_staging: float = 0.0,
@@ -68,8 +61,7 @@ def formats(
 ) -> TensorFormats:
     """Return the bytes per number of a run's tensors, and the sizes of its buffers.
 
-    `replicas` is the number of ranks that all-reduce gradients. The optimizer is that of `train`, applied to `model`; without a model it
-    is AdamW. `offload_staging` is in gigabytes.
+    The optimizer is that of `train`, applied to `model`; without a model it is AdamW. `offload_staging` is in gigabytes.
     """
     work = OptimizerWork() if model is None else optimizer_work(model, train.optimizer)
     replica_dtype = precision.reduce_replicas
@@ -80,17 +72,14 @@ def formats(
         frozen=1 if precision.linear == "fp8_tensorwise" else compute_bytes,
         stored=bytes_of(precision.stored),
         resident=bytes_of(precision.resident),
-        travelling=bytes_of(replica_dtype)
-        if replica_dtype and replica_dtype != precision.stored and replicas > 1
-        else 0,
+        travelling=bytes_of(replica_dtype) if replica_dtype and replica_dtype != precision.stored else 0,
         logit=compute_bytes + 4 if cpu else compute_bytes,
         chunk=train.loss_chunk,
         workspace=0 if cpu else TensorFormats.workspace,
         framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"],
         gathered=1 / compute_bytes if precision.gather == "fp8" else 1.0,
         low=low_share(precision, precision.linear),
-        window=gather_transport == "copy_engine",
-        token_window=tensor_transport == "copy_engine" and not cpu,
+        token_window=not cpu,
         block_states=work.block_states,
         embed_head_states=work.embed_head_states,
         widens=train.optimizer.name in ("sgd", "lamb"),
@@ -164,42 +153,32 @@ def _memory_by_rank(
 ) -> tuple[dict[str, int], ...]:
     """Return `memory_by_rank`, where the bytes of prediction modules are spread over the other categories."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    unreduced = 2 if plan.paired else 1
-    micro_batches = unreduced if finishes_each_micro_batch(plan) else plan.batch.accumulate
-    replicas = plan.axis_size("replicate")
-    sums_shards = any(map(plan.sums_shards, plan.layers))
     number_formats = formats(
         train,
         plan.precision,
         cpu=cpu,
-        replicas=replicas,
-        gather_transport=plan.gather_transport,
-        tensor_transport=plan.tensor_transport,
         model=model,
         offload_fraction=plan.offload_fraction,
         offload_staging=plan.offload_staging,
-        accumulation=plan.accumulation if sums_shards else "device",
+        accumulation=plan.accumulation,
     )
-    number_formats = replace(number_formats, exchange_room=model.experts_per_token * exchange_room(model, plan))
-    busiest = busiest_rows(model, train, plan)
     tokens = tokens_of(train, plan)
+    per_token = elements_per_token(model, plan, busiest_rows(model, train, plan), tokens)
+    token_bytes = tokens * bytes_of(plan.precision.compute)
     columns = []
-    per_token = elements_per_token(model, plan, busiest, tokens)
     for rank in range(len(table)):
-        stage = stage_part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
-        saved = (
-            activation_peaks[rank]
-            if activation_peaks
-            else micro_batches * _saved_bytes(model, train, plan, stage.layers)
-        )
-        columns.append(_rank_tensors(model, train, plan, stage, saved, per_token, number_formats))
-    rank_tensors = RankTensors(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
-    sizes = bytes_by_category(rank_tensors, number_formats)
+        part = stage_part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
+        peak = activation_peaks[rank] if activation_peaks else None
+        columns.append(_sums_over_layers(model, plan, part, peak, token_bytes, per_token, number_formats))
+    sums = {name: np.array([column[name] for column in columns], float) for name in columns[0]}
+    step = division_of(train, plan, exchange_room(model, plan))
+    module_elements = per_token(model.layers - 1)
+    rank_parts = rank_tensors(model, step, number_formats, module_elements=module_elements, **sums)
+    sizes = bytes_by_category(rank_parts, number_formats)
     left_out = {"transfers": len(table) == 1, "ema": train.ema_decay is None}
     categories = [category for category in CATEGORIES if not left_out.get(category)]
-    return tuple(
-        {category: round(float(sizes[category][rank])) for category in categories} for rank in range(len(table))
-    )
+    by_rank = np.stack(np.broadcast_arrays(*(sizes[category] for category in categories)), axis=-1).round()
+    return tuple(dict(zip(categories, map(int, rank_sizes), strict=True)) for rank_sizes in by_rank.tolist())
 
 
 def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
@@ -234,93 +213,70 @@ def _trained_by_layer(model: ModelSpec) -> dict[int, int]:
     return counts
 
 
-def _saved_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
-    strategies = plan.strategies(model.layers)
-    per_token = elements_per_token(model, plan, busiest_rows(model, train, plan))
-    elements = sum(per_token(layer)[0] for layer in layers if not strategies[layer].activations_offloaded)
-    return tokens_of(train, plan) * elements * bytes_of(plan.precision.compute)
-
-
-def _rank_tensors(
+def _sums_over_layers(
     model: ModelSpec,
-    train: TrainSpec,
     plan: Plan,
     part: StagePart,
-    stored_activations: float,
+    activation_peak: float | None,
+    token_bytes: float,
     per_token: Callable[[int], tuple[float, float]],
     number_formats: TensorFormats,
 ) -> dict[str, float]:
-    """Return the fields of `RankTensors` for one pipeline rank, counted from its layers and their strategies.
+    """Return the arguments of `rank_tensors` for one pipeline rank, counted from its layers and their strategies.
 
     - `part`: the parameters of the rank.
-    - `stored_activations`: bytes of saved activations on the device at the peak, without those of layers that offload.
+    - `activation_peak`: bytes of saved activations on the device at the peak, without those of layers that offload. If it is None, the
+      rank saves those of one micro-batch (or of a pair) where it finishes each before the next one begins, else of all.
+    - `token_bytes`: bytes of a micro-batch's tokens, if each has one element.
     - `per_token(layer)`: (elements per token that a layer saves, temporary elements per token of its backward).
     """
     all_strategies = plan.strategies(model.layers)
     strategies = [all_strategies[layer] for layer in part.layers]
-    tokens = tokens_of(train, plan)
-    compute_bytes = bytes_of(plan.precision.compute)
-    accumulate = plan.batch.accumulate
-    activation_bytes = tokens * compute_bytes
-    offloaded = [
-        activation_bytes * per_token(layer)[0]
-        for layer, strategy in zip(part.layers, strategies, strict=True)
-        if strategy.activations_offloaded
+    shards = shard_size(plan)
+    embed = part.embed_head - part.head
+    # The embedding has the strategy of the first layer, the head that of the last one.
+    units = [
+        *zip(strategies, part.blocks, part.shards, part.trained, strict=True),
+        (all_strategies[0], embed, embed / shards, part.embed_head_trained),
+        (all_strategies[-1], part.head, part.head / shards, part.embed_head_trained),
     ]
-    temporary = _temporary_bytes(model, plan, part, strategies, activation_bytes, per_token, number_formats)
-    moving = moving_elements(model) if plan.paired else 0.0
-    received = received_elements(model, plan.axis_size("tensor"), context_size(plan))
-    is_unsharded = (
-        shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute == plan.precision.stored
-    )
-    host_parameters = sum(
-        count for count, strategy in zip(part.blocks, strategies, strict=True) if strategy.optimizer_offloaded
-    )
-    host_parameters += part.head * all_strategies[-1].optimizer_offloaded
-    host_parameters += (part.embed_head - part.head) * all_strategies[0].optimizer_offloaded
-    seq = train.seq_len / context_size(plan)
-    scores = number_formats.scores * float(
-        score_gradient_bytes(model, plan.batch.micro_batch, seq, plan.axis_size("tensor"))
-    )
-    pending_micro_batches = accumulate if plan.layered else 0
+
+    def saved_bytes(*, on_host: bool) -> list[float]:
+        return [
+            token_bytes * per_token(layer)[0]
+            for layer, strategy in zip(part.layers, strategies, strict=True)
+            if strategy.activations_offloaded == on_host
+        ]
+
+    if activation_peak is None:
+        in_turn = plan.axis_size("pipeline") == 1 and plan.schedule.name not in ("gpipe", "breadth_first")
+        micro_batches = 1 + plan.paired if in_turn else plan.batch.accumulate
+        activation_peak = micro_batches * sum(saved_bytes(on_host=False))
     device_layers = DEVICE_LAYERS + (plan.axis_size("pipeline") > 1)
-    modules = model.prediction_depth * (part.head > 0)
-    saved, last_temporary = per_token(model.layers - 1)
     block = max(part.blocks)
     layers_gathered_once = sum(not strategy.reshard for strategy in strategies)
+    copied = 0.0
     if copies_experts(plan):
-        block, layers_gathered_once = _with_copies(model, plan, block, layers_gathered_once, len(part.layers))
-    reduces_once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
+        copied, layers_gathered_once = _with_copies(model, plan, block, layers_gathered_once, len(part.layers))
     return {
         "owned": part.sharded,
         "block": block,
+        "copied": copied,
         "embed_head": part.embed_head,
         "head": part.head,
-        "trained": sum(part.trained) / len(part.trained),
+        "trained": sum(map(mul, part.shards, part.trained)) / sum(part.shards),
         "embed_head_trained": part.embed_head_trained,
-        "shards": shard_size(plan),
-        "gathers": not is_unsharded,
         "layers_gathered_once": layers_gathered_once,
-        "embed_head_gathered_once": not strategies[-1].reshard,
+        "embed_gathered_once": not all_strategies[0].reshard,
         "last": part.last,
-        "sums": _sums(plan, part, strategies, number_formats),
-        "sums_shards": any(plan.sums_shards(strategy) for strategy in strategies),
-        "reduces": not reduces_once or finishes_each_micro_batch(plan) or plan.layered,
-        "offloaded_share": host_parameters / (sum(part.blocks) + part.embed_head),
+        "summed": sum(shard * trained for strategy, _, shard, trained in units if strategy.gradients == "shard"),
+        "whole": sum(count * trained for strategy, count, _, trained in units if strategy.gradients == "whole"),
+        "offloaded_share": sum(shard for strategy, _, shard, _ in units if strategy.optimizer_offloaded)
+        / sum(shard for _, _, shard, _ in units),
         "layers": len(part.layers),
-        "activations": stored_activations + sum(sorted(offloaded)[-device_layers:]),
-        "working": temporary + activation_bytes * (float(received) + moving) + scores,
-        "tokens": tokens,
-        "width": plan.axis_size("tensor"),
-        "hidden": model.hidden,
-        "outputs": model.outputs,
-        "pending": pending_micro_batches,
-        "gradients_final": gradients_final_in_backward(model, plan),
-        "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
-        "predictions": modules,
-        "prediction_activations": activation_bytes
-        * prediction_elements(model, modules, saved, last_temporary + float(received)),
-        "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
+        "activations": activation_peak + sum(sorted(saved_bytes(on_host=True))[-device_layers:]),
+        "temporary": _temporary_bytes(model, plan, part, strategies, token_bytes, per_token, number_formats),
+        "sends": part.sends,
     }
 
 
@@ -329,7 +285,7 @@ def _temporary_bytes(
     plan: Plan,
     part: StagePart,
     strategies: Sequence[LayerStrategy],
-    activation_bytes: float,
+    token_bytes: float,
     per_token: Callable[[int], tuple[float, float]],
     number_formats: TensorFormats,
 ) -> float:
@@ -339,8 +295,8 @@ def _temporary_bytes(
     they have left their gradients; if their gathered weights were kept, a gradient can use the room of the weights. With several
     micro-batches, the sums of gradients exist already, so gradients need no new room.
 
-    In layered order, and with several stages on a rank, nothing counts as freed, because a forward between two backwards may fill the room
-    again.
+    In layered order (all micro-batches run through a layer before the next layer), and with several stages on a rank, nothing counts as
+    freed, because a forward between two backwards may fill the room again.
     """
     in_turn = part.stages == 1 and not plan.layered
     compute = float(number_formats.compute)
@@ -354,17 +310,20 @@ def _temporary_bytes(
     freed = 0.0
     for layer, strategy, block in reversed(list(zip(part.layers, strategies, part.blocks, strict=True))):
         saved, temporary = per_token(layer)
-        largest = max(largest, activation_bytes * temporary - max(freed, 0.0))
+        largest = max(largest, token_bytes * temporary - max(freed, 0.0))
         if in_turn and not strategy.activations_offloaded:
             gathered_bytes = 0.0 if strategy.reshard else compute
-            freed += activation_bytes * saved - block * max(0.0, gradient - gathered_bytes)
+            freed += token_bytes * saved - block * max(0.0, gradient - gathered_bytes)
     return largest
 
 
 def _with_copies(
     model: ModelSpec, plan: Plan, block: float, layers_gathered_once: float, layers: int
 ) -> tuple[float, float]:
-    """Return (parameters of the largest gathered block including copies of experts, number of blocks that stay gathered for the step)."""
+    """Return (parameters of the copies of experts in a gathered block, number of blocks that stay gathered for the step).
+
+    `block` is the parameters of the largest block without copies.
+    """
     assert plan.experts is not None
     unit = block_unit(
         model,
@@ -375,35 +334,7 @@ def _with_copies(
     )
     own = model.experts // (experts_over(plan) * plan.axis_size("tensor"))
     stacked = unit.experts / own * stacked_experts(model, plan)
-    block = block + stacked - unit.experts
-    return block, max(layers_gathered_once, layers * stacked / block) if plan.experts.keep else layers_gathered_once
-
-
-def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy], number_formats: TensorFormats) -> float:
-    """Return the bytes of gradients that are accumulated over earlier micro-batches, as shards or as whole units.
-
-    It is 0 in layered order and with one micro-batch.
-    """
-    if plan.layered or plan.batch.accumulate == 1:
-        return 0
-    # With the paired schedule, the gradients of the two micro-batches of a pair are added before the reduction.
-    pair = float(number_formats.reduce) * max(part.blocks) * max(part.trained) if plan.paired else 0.0
-    if plan.paired and plan.batch.accumulate == 2:
-        return pair
-    shards = shard_size(plan)
-    reduced_once = [strategy.gradients == "whole" for strategy in strategies]
-    embed_head = part.embed_head * part.embed_head_trained / shards
-    blocks = list(zip(reduced_once, part.trained, strict=True))
-    summed = sum(count * share for (once, share), count in zip(blocks, part.shards, strict=True) if not once)
-    summed += 0 if reduced_once[-1] else embed_head
-    whole = sum(count * share for (once, share), count in zip(blocks, part.blocks, strict=True) if once)
-    whole += part.embed_head * part.embed_head_trained if reduced_once[-1] else 0
-    largest = max(part.blocks) * max(part.trained)
-    head = part.head * part.embed_head_trained
-    sums = sums_beside_activations(number_formats, summed, largest, head, shards)
-    return float(sums) + float(number_formats.reduce) * whole + pair * (not any(reduced_once))
-
-
-def finishes_each_micro_batch(plan: Plan) -> bool:
-    """Whether a rank without a pipeline ends the backward of a micro-batch (or of a pair) before the next forward begins."""
-    return plan.axis_size("pipeline") == 1 and plan.schedule.name not in ("gpipe", "breadth_first")
+    copied = stacked - unit.experts
+    if plan.experts.keep:
+        layers_gathered_once = max(layers_gathered_once, layers * stacked / (block + copied))
+    return copied, layers_gathered_once

@@ -18,12 +18,12 @@ from meshwright.spec.run import RunSpec
 from meshwright.workload.cache_size import CacheRoom, activation_bytes, bytes_per_block, layer_groups
 
 SCORED_TOKENS = 1 << 15
-"""Greatest number of tokens, padding included, that a reward model scores in one batch (`serve.reward_scorer`).
+"""Maximum number of tokens, padding included, that a reward model scores in one batch (`serve.reward_scorer`).
 
 A single longer sequence is a batch of its own.
 """
 MOST_REQUESTS = 256
-"""Greatest number of answers that an engine computes at the same time."""
+"""Maximum number of answers that an engine computes at the same time."""
 
 
 def rollout_options(run: RunSpec, ranks: int) -> EngineOptions:

@@ -1,4 +1,6 @@
-"""Bytes of each memory category on pipeline ranks, as array arithmetic that the exact memory model and the closed form share.
+"""Bytes of each memory category on pipeline ranks, as array arithmetic: for the ranks of one plan, or for many layouts.
+
+`plan_bytes` adds up the layers of a plan's ranks one by one, `layout_bytes` counts equal layers; `rank_tensors` does all else for both.
 
 The executor, FSDP2 and the kernels decide which tensors exist when (docs/design/cost-model.md, "Memory"). A rank's memory has its peak at
 one of four moments:
@@ -15,6 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.spec.model import ModelSpec
+from meshwright.workload.activations import (
+    moving_elements,
+    prediction_elements,
+    received_elements,
+    score_gradient_bytes,
+)
 from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import (
     BLOCK_SLOTS,
@@ -24,6 +33,7 @@ from meshwright.workload.buffers import (
     UNITS_IN_FLIGHT,
     staged_elements,
 )
+from meshwright.workload.layouts import StepDivision
 from meshwright.workload.optimizer_work import MUON_BUFFERS
 
 CATEGORIES = ("weights", "gradients", "optimizer", "ema", "gathered", "activations", "logits", "transfers", "framework")
@@ -71,12 +81,8 @@ class TensorFormats:
     """Scratch memory of matmuls and attention."""
     scores: Array = 0
     """1 if attention's gradients are summed in a fixed order, because the gradients of scores then need memory."""
-    window: Array = 0
-    """1 if copy engines gather weights into a persistent window."""
-    token_window: Array = 0
-    """1 if tensor ranks copy tokens through a persistent window while they compute."""
-    exchange_room: Array = 0
-    """Size of a slot in the buffers of the token exchange between expert ranks, in rows for each token of the rank."""
+    token_window: Array = 1
+    """1 if copy engines carry tokens through a persistent window; 0 on CPUs."""
     block_states: Array = 2.0
     """State tensors of the optimizer per parameter of a block, in the stored dtype."""
     embed_head_states: Array = 2.0
@@ -116,16 +122,22 @@ class RankTensors:
     """Share of the parameters of embedding and head that is trained."""
     shards: Array
     """Ranks over which units are gathered."""
+    replicated: Array
+    """1 if several ranks have the same shard, and all-reduce its gradients."""
     gathers: Array
     """1 when weights are gathered, or cast to the compute dtype; 0 if one rank computes with its master weights."""
     layers_gathered_once: Array
     """Layers whose gathered weights are kept for the whole step."""
-    embed_head_gathered_once: Array
-    """1 when the gathered weights of embedding and head are kept for the whole step."""
+    embed_gathered_once: Array
+    """1 when the gathered weights of the embedding are kept for the whole step."""
     last: Array
     """Parameters of the unit gathered last; its buffer is freed at the next gather."""
     sums: Array
-    """Bytes of accumulated gradients at the peak of activations; 0 with one micro-batch and in layered order."""
+    """Bytes of accumulated gradients at the peak of activations.
+
+    It is 0 with one micro-batch, and in layered order, where all micro-batches run through a layer before the next layer: then the peak
+    comes before the first gradient.
+    """
     sums_shards: Array = 0.0
     """1 when gradient shards are summed over micro-batches (`Plan.sums_shards`)."""
     reduces: Array
@@ -142,11 +154,12 @@ class RankTensors:
     """Bytes of temporary tensors of the block in backward: recomputed activations, gradients of activations, gathered inputs."""
     tokens: Array
     """Tokens of a micro-batch whose activations the rank stores."""
-    width: Array
-    """Tensor ranks."""
+    tensor_ranks: Array
+    """Ranks of the tensor axis."""
     hidden: Array
+    """Elements of the residual stream for each token."""
     outputs: Array
-    """Numbers that the head computes of a token."""
+    """Outputs of the head for each token: the size of the vocabulary, or 1 for a score."""
     gradients_final: Array
     """1 when gradients are final as the backward makes them (`spec.layout.gradients_final_in_backward`)."""
     pending: Array
@@ -159,6 +172,82 @@ class RankTensors:
     """Bytes of activations of these modules in their backward, for one micro-batch."""
     messages: Array
     """Messages of one micro-batch to other ranks, both directions; negative without a pipeline."""
+    window: Array
+    """1 if copy engines gather weights into a persistent window."""
+    token_slots: Array
+    """Hidden vectors for each token of the rank in a slot of the windows through which tensor ranks and expert ranks copy tokens."""
+
+
+def rank_tensors(
+    model: ModelSpec,
+    step: StepDivision,
+    formats: TensorFormats,
+    *,
+    block: Array,
+    copied: Array = 0.0,
+    temporary: Array,
+    module_elements: tuple[Array, Array],
+    summed: Array,
+    whole: Array,
+    sends: Array,
+    **of_layers: Array,
+) -> RankTensors:
+    """Return what pipeline ranks store and gather, from sums over their layers.
+
+    - `block`: parameters of the largest block when gathered, without `copied` ones: those of experts of other ranks.
+    - `temporary`: bytes of temporary tensors that a block's backward adds to the saved activations.
+    - `module_elements`: elements per token of a prediction module's block: (saved by its forward, temporary in its backward).
+    - `summed`: trained parameters of the rank's shard whose gradients are reduced after every micro-batch, and summed as shards.
+    - `whole`: trained parameters of the units whose gradients are reduced once a step, and summed as whole units.
+    - `sends`: messages of one micro-batch to other ranks; it counts only with a pipeline.
+    - `of_layers`: further fields of `RankTensors`, which are returned as they are.
+    """
+    head = of_layers["head"]
+    block_trained = block * of_layers["trained"]
+    head_trained = head * of_layers["embed_head_trained"]
+    received = received_elements(model, step.tensor, step.context)
+    moving = moving_elements(model) * step.paired
+    scores = score_gradient_bytes(model, step.micro_batch, step.seq / step.context, step.tensor)
+    tokens = step.micro_batch * step.seq / step.context / step.tensor
+    token_bytes = tokens * formats.compute
+    micro_batches = step.micro_batches
+    single = 1.0 * (step.pipeline == 1)
+    one_replica = step.data * step.context == step.shards
+    unsharded = (step.shards == 1) & one_replica & (formats.compute == formats.stored)
+    # The gradients of the two micro-batches of a pair are added before the reduction.
+    pair = step.paired * formats.reduce * block_trained
+    earlier = formats.reduce * whole + sums_beside_activations(
+        formats, summed, block_trained, head_trained, step.shards
+    )
+    sums = np.where(micro_batches > 1 + step.paired, earlier + pair * (whole == 0), pair)
+    accumulates = (micro_batches > 1) & (step.layered == 0)
+    modules = model.prediction_depth * (head > 0)
+    module_saved, module_temporary = module_elements
+    module = prediction_elements(model, modules, module_saved, module_temporary + received)
+    return RankTensors(
+        **of_layers,
+        block=block + copied,
+        shards=step.shards,
+        replicated=1.0 - one_replica,
+        gathers=1.0 - unsharded,
+        sums=accumulates * sums,
+        sums_shards=accumulates * (summed > 0),
+        reduces=(summed > 0) | (micro_batches == 1) | (step.layered > 0) | (single > step.forwards_first),
+        working=temporary + token_bytes * (received + moving) + formats.scores * scores,
+        tokens=tokens,
+        tensor_ranks=step.tensor,
+        hidden=model.hidden,
+        outputs=model.outputs,
+        gradients_final=step.gradients_final_in_backward(model.embedding_at_both_ends),
+        pending=step.layered * micro_batches,
+        pending_head=np.where(step.forwards_first, micro_batches, 1.0 + step.paired),
+        predictions=modules,
+        prediction_activations=token_bytes * module,
+        messages=(1 - single) * sends - single,
+        window=step.weights_by_copy_engine,
+        token_slots=formats.token_window * step.tokens_by_copy_engine * step.tensor * (step.tensor > 1)
+        + model.experts_per_token * step.exchange_room,
+    )
 
 
 def bytes_by_category(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
@@ -216,9 +305,7 @@ def _lasting(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
         # The buffer of a sent message is freed when the next message is sent.
         "transfers": np.where(rank.messages < 0, 0.0, (RECEIVES_AHEAD + rank.messages) * stream),
         # Buffers that ranks map into each other's memory do not belong to the allocator, so torch's memory statistics do not count them.
-        "framework": formats.framework
-        + np.where(rank.width > 1, formats.token_window * TOKEN_SLOTS * rank.width * stream, 0.0)
-        + formats.exchange_room * TOKEN_SLOTS * stream,
+        "framework": formats.framework + TOKEN_SLOTS * rank.token_slots * stream,
     }
 
 
@@ -249,7 +336,7 @@ def _gathered_weights(rank: RankTensors, formats: TensorFormats) -> Array:
     blocks = np.maximum(rank.layers_gathered_once, np.minimum(UNITS_IN_FLIGHT, rank.layers)) * rank.block
     # Without sharding, frozen weights are used where they are and need no gathered copy.
     blocks = blocks * formats.gathered * np.where(rank.shards > 1, 1.0, rank.trained)
-    embed_head = np.where(rank.embed_head_gathered_once > 0, rank.embed_head, rank.head) * np.where(
+    embed_head = np.where(rank.embed_gathered_once > 0, rank.embed_head, rank.head) * np.where(
         rank.shards > 1, 1.0, rank.embed_head_trained
     )
     return rank.gathers * (blocks + embed_head) * formats.compute + _buffers(rank, formats, rank.last)
@@ -258,15 +345,17 @@ def _gathered_weights(rank: RankTensors, formats: TensorFormats) -> Array:
 def _buffers(rank: RankTensors, formats: TensorFormats, last: Array) -> Array:
     """Return the bytes of the buffers for gathers: the buffer of the last gather (`last` parameters), or the window of copy engines."""
     larger_of_embed_head = np.maximum(rank.head, rank.embed_head - rank.head)
-    buffer_elements = np.where(formats.window > 0, BLOCK_SLOTS * rank.block + larger_of_embed_head, last)
+    buffer_elements = np.where(rank.window > 0, BLOCK_SLOTS * rank.block + larger_of_embed_head, last)
     return rank.gathers * np.where(rank.shards > 1, buffer_elements, 0.0) * formats.compute
 
 
 def _head_moment(rank: RankTensors, formats: TensorFormats, stream: Array, gathered: Array) -> dict[str, Array]:
     """Return the bytes while the head computes: the logits of a chunk, and the fp32 gradient of the head's weight."""
     # Each tensor rank computes logits for the tokens of all tensor ranks, but only for its part of the vocabulary.
-    logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.outputs / rank.width * formats.logit
-    table_parameters = rank.outputs * rank.hidden / rank.width
+    tokens_at_once = np.minimum(rank.tokens * rank.tensor_ranks, formats.chunk)
+    outputs_per_rank = rank.outputs / rank.tensor_ranks
+    logit_bytes = tokens_at_once * outputs_per_rank * formats.logit
+    table_parameters = outputs_per_rank * rank.hidden
     # A chunk's matmul is added to the weight gradient inside the matmul. Each use of the head keeps its weight gradient
     # until the backward of the loss, which scales one into the compute dtype when the logits are freed. Measured on an
     # H200 for 3B and 8B.
@@ -321,7 +410,7 @@ def _backward_end_moment(rank: RankTensors, formats: TensorFormats) -> dict[str,
     unsharded = np.where(rank.gradients_final > 0, 0.0, UNITS_IN_FLIGHT * formats.reduce)
     buffers = np.where(rank.shards > 1, UNITS_IN_FLIGHT * formats.reduce, unsharded)
     return {
-        "gradients": _trained(rank) * (_gradient_bytes(rank, formats) + formats.travelling),
+        "gradients": _trained(rank) * (_gradient_bytes(rank, formats) + rank.replicated * formats.travelling),
         "gathered": rank.gathers * unit * (formats.compute + buffers) + _buffers(rank, formats, 0.0 * rank.last),
         "activations": formats.workspace + 0.0 * rank.activations,
         "logits": 0.0 * rank.activations,
@@ -330,7 +419,7 @@ def _backward_end_moment(rank: RankTensors, formats: TensorFormats) -> dict[str,
 
 def _update_moment(rank: RankTensors, formats: TensorFormats) -> dict[str, Array]:
     """Bytes in the update: gradients, those that are cast to the stored dtype, and whole matrices of a rank."""
-    ranks = np.maximum(1.0, rank.shards * rank.width)
+    ranks = np.maximum(1.0, rank.shards * rank.tensor_ranks)
     whole = np.maximum(
         formats.largest_matrix, formats.matrix_elements / np.minimum(ranks, np.maximum(1.0, formats.matrices))
     )

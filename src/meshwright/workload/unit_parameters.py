@@ -119,7 +119,7 @@ def trained_share(model: ModelSpec, kind: int | None) -> float:
 def _unit(
     model: ModelSpec, parameters: Iterable[ParameterSpec], tensor: int, shards: int, expert: int
 ) -> UnitParameters:
-    """Return the parameters of a unit; the arguments are those of `block_unit`."""
+    """Return the parameters of a unit; the arguments are as in `block_unit`."""
     dense = experts = dense_shard = 0
     for parameter in parameters:
         if parameter.expert:

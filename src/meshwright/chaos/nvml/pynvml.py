@@ -1,7 +1,7 @@
 """A fake of the package `nvidia-ml-py` whose GPUs are described by a JSON file. It offers what meshwright uses.
 
-The variable FAKE_NVML has the path of the file, in which `{host}` stands for the name of the host. The file is read
-at each call: `{"gpus": [{...}], "events": [[gpu, xid], ...], "refused": [function, ...]}`. A GPU may have the keys of
+The variable FAKE_NVML has the path of the file, in which `{host}` stands for the name of the host. The file is read at
+each call: `{"gpus": [{...}], "events": [[gpu, xid], ...], "refused": [function, ...]}`. A GPU may have the keys of
 `HEALTHY`, which also has their defaults. A test compares the names and constants with the real package.
 """
 

@@ -50,8 +50,9 @@ class AdapterSpec:
         return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
 
     def parts(self, op: LinearOp) -> tuple[AdapterPart, ...]:
-        """Return the adapters of a linear layer: one for the whole layer, or one for some of its fused parts; none if
-        it is no target.
+        """Return the adapters of a linear layer: one for the whole layer, or one for some of its fused parts.
+
+        The result is empty if it is no target.
         """
         if op.router:
             return ()

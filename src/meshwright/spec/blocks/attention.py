@@ -61,8 +61,11 @@ class AttentionSpec:
     OUTPUT_NORM: ClassVar[str] = "attention_output_norm"
 
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key heads, and of value heads."""
     head_dim: int
+    """Size of a head."""
     rotary: RotarySpec | None = None
     """Rotary embedding; None does not rotate queries and keys."""
     window: int | None = None
@@ -80,7 +83,9 @@ class AttentionSpec:
     sinks: bool = False
     """Whether each head has a trained score that takes part in every softmax and has no value (gpt-oss)."""
     qkv_bias: bool = False
+    """Whether queries, keys and values have biases."""
     out_bias: bool = False
+    """Whether the output projection has a bias."""
 
     @property
     def query_factor(self) -> float:

@@ -27,6 +27,7 @@ class SublayerSpec:
     norm: NormSpec | None
     """Norm of the bodies' input; None if they read the residual stream itself."""
     bodies: tuple[BlockBody, ...]
+    """Attention or feed-forward network, or both in a parallel block."""
     norm_out: NormSpec | None = None
     """Norm of the body's output before it is added. A sublayer with two bodies has none."""
     factor: float = 1.0

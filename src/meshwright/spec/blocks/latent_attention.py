@@ -20,8 +20,8 @@ class LatentAttentionSpec:
     """Attention with latents for keys and values, and also for queries unless `q_rank` is 0. It has no biases.
 
     The rows of the weights `q` and `kv_up` are ordered by head. Inside a head of `q`, the rows of the unrotated part
-    come first, then those of the rotated part. Inside a head of `kv_up`, the rows of the unrotated part of the key come
-    first, then those of the value.
+    come before the rows of the rotated part. Inside a head of `kv_up`, the rows of the key's unrotated part come before
+    the rows of the value.
     """
 
     MODULE: ClassVar[str] = "attention"
@@ -29,10 +29,13 @@ class LatentAttentionSpec:
     OUTPUT_NORM: ClassVar[str] = "attention_output_norm"
 
     heads: int
+    """Number of heads."""
     head_dim: int
+    """Size of a query and a key head: the unrotated and the rotated part."""
     rotary: RotarySpec
     """Rotates a part of each query head, and a part of the key that all heads share."""
     value_head_dim: int
+    """Size of a value head."""
     kv_rank: int
     """Width of the latent of keys and values."""
     latent_norm: NormSpec

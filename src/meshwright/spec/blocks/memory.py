@@ -139,8 +139,9 @@ class Activations:
 
 
 def activations(table: Table) -> Activations:
-    """Return the tensors around a block's activation functions; `table` is that of a block whose experts are on one
-    rank.
+    """Return the tensors around a block's activation functions.
+
+    `table` belongs to a block whose experts are on one rank.
     """
     operations = [op for op in table.operations if isinstance(op, ActivateOp)]
     before = sum((Elements.of(table.values[op.reads[0]]) for op in operations), Elements())

@@ -27,7 +27,7 @@ from meshwright.spec.errors import WrongKey
 
 RouterScore = Literal["softmax", "sigmoid", "biased_softmax"]
 LEAST_SUM = 1e-12
-"""Least divisor of a token's weights with a biased softmax: the bias may choose experts whose probability is 0."""
+"""Minimum divisor of a token's weights with a biased softmax: the bias may choose experts whose probability is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class RouterSpec:
     groups: int = 1
     """Number of groups of experts. The experts of a token are in `groups_per_token` of them."""
     groups_per_token: int = 1
+    """Number of groups in which the experts of a token are."""
     scale: float = 1.0
     """Factor of the weights."""
     bias: bool = False
@@ -87,8 +88,10 @@ class MoESpec:
     per_token: int
     """Number of routed experts of a token."""
     expert: FeedForwardSpec
+    """Each of the routed experts."""
     router: RouterSpec
     shared: FeedForwardSpec | None = None
+    """The shared expert; None if there is none."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of a linear layer of width 1 (Qwen2-MoE)."""
     width: int | None = None

@@ -24,8 +24,9 @@ class NormSpec:
     """
 
     def operation(self, name: str, reads: str, writes: Value, width: int, heads: int = 0) -> NormOp:
-        """Return the norm of the last `width` elements of the value `reads`, as the module `name`; `heads` is as in
-        `NormOp`.
+        """Return the norm of the last `width` elements of the value `reads`, as the module `name`.
+
+        `heads` is as in `NormOp`.
         """
         return NormOp(
             name=name,

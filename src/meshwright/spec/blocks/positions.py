@@ -106,9 +106,11 @@ class RotarySpec:
     """Rotary embedding of the first `width` elements of each query and key head."""
 
     width: int
+    """Number of rotated elements of a head."""
     base: float
     """Base of the rotary frequencies."""
     scaling: RopeScaling | YarnScaling | LongRopeScaling | None = None
+    """How frequencies are scaled for longer sequences; None does not scale them."""
     pairs: Pairs = "halves"
     query_growth: float = 0.0
     """Queries at position p are multiplied by 1 + query_growth · log(1 + ⌊p / original_max_seq_len⌋), with YaRN's original context."""

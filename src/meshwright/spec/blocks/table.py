@@ -50,6 +50,7 @@ class ParameterSpec:
     """
 
     name: str
+    """Name in the model, or in a block's table inside the block."""
     shape: tuple[int, ...]
     fill: Fill
     std: float
@@ -70,8 +71,9 @@ class ParameterSpec:
     split: TensorSplit = "whole"
     """How tensor ranks divide it."""
     heads: tuple[int, ...] = ()
-    """For each of `blocks`, the number of heads, which a rank cannot divide further; 0 if any number of ranks can
-    divide the block.
+    """For each of `blocks`, the number of heads, which a rank cannot divide further.
+
+    It is 0 if any number of ranks can divide the block.
     """
     frozen: bool = False
     """Whether no step changes it.
@@ -167,7 +169,9 @@ class AdapterPart:
     part: str
     """Name of the fused part; empty for an adapter of the whole layer."""
     outputs: int
+    """Outputs of the adapter."""
     rank: int
+    """Rank of the adapter."""
     blocks: tuple[tuple[str, int], ...] = ()
     """Names and sizes of the fused parts that an adapter of the whole layer covers."""
 
@@ -183,7 +187,9 @@ class Op:
     name: str
     """Name of its module inside the block; any name if it is no module."""
     reads: tuple[str, ...]
+    """Names of the values that it reads."""
     writes: tuple[Value, ...] = ()
+    """Values that it writes."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -219,8 +225,9 @@ class NormOp(Op):
     fill: Fill = "ones"
     """Initial values of the weights: "zeros" if they are stored minus one."""
     heads: int = 0
-    """Number of heads that it norms together, if tensor ranks divide the heads and its weights; 0 if each rank has the
-    whole width.
+    """Number of heads that it norms together, if tensor ranks divide the heads and its weights.
+
+    It is 0 if each rank has the whole width.
     """
 
     @property
@@ -243,6 +250,7 @@ class LinearOp(Op):
     std: float
     """Standard deviation of initial weights."""
     split: TensorSplit
+    """How tensor ranks divide the weight."""
     parts: tuple[FusedWeight, ...] = ()
     """The logical weights that are fused in its outputs."""
     bias: bool = False
@@ -252,6 +260,7 @@ class LinearOp(Op):
     Its input still counts as rounded, because another linear layer usually reads the same input.
     """
     adapters: tuple[AdapterPart, ...] = ()
+    """Low-rank adapters of the layer, or of its fused parts."""
     frozen: bool = False
     """Whether its weight has no gradient. Then its backward reads the input only for adapters."""
     magnitudes: bool = False
@@ -450,6 +459,7 @@ class VectorOp(Op):
     size: int
     fill: Fill = "zeros"
     trained: bool = True
+    """Whether it gets a gradient."""
     heads: int = 0
     """Number of heads with one element each, which tensor ranks divide; 0 if every rank has the whole vector."""
 
@@ -468,7 +478,7 @@ class Table:
     """Input of the block, with shape (…, hidden)."""
     operations: tuple[Op, ...]
     frozen: bool = False
-    """Whether all weights except those of adapters are frozen."""
+    """Whether all weights except adapters are frozen."""
 
     @cached_property
     def values(self) -> dict[str, Value]:
