@@ -155,6 +155,26 @@ def test_runs_share_the_devices_of_the_host(sweep_file: Any, monkeypatch: pytest
     assert answer.code == 2 and "this host has 4 GPUs" in answer.err
 
 
+def test_only_the_gpus_of_the_host_are_used_and_cpu_runs_take_cores(
+    sweep_file: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA_VISIBLE_DEVICES names a GPU that the host does not have."""
+    monkeypatch.setattr(sweeping, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(sweeping, "usable_cores", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,99")
+    file = sweep_file("grid: {train.learning_rate: [1, 2, 3]}\nparallel: auto", seconds=0.02)
+    found = Sweep(load_sweep(file), file, file.parent / "runs")
+    found.folder.mkdir(parents=True)
+    started = []
+    found.train(started.append, lambda: None)
+    assert [text.partition(":")[2].split(",")[0] for text in started[:3]] == [" started"] * 3, "all train at once"
+    monkeypatch.setattr(sweeping, "found_cluster", lambda: {"gpu": "H200", "nodes": 1, "gpus_per_node": 1})
+    text = "grid: {train.learning_rate: [3.0, 2.0]}\nlist: [{cluster.gpu: H200, train.optimizer.name: adamw}]\nparallel: auto"
+    file = sweep_file(text)
+    assert run(file).code == 0
+    assert (file.parent / "runs" / "lr" / "calls").read_text().split()[-5::3] == ["0", "0"]
+
+
 def test_a_run_above_the_median_is_stopped_and_not_continued(sweep_file: Any) -> None:
     file = sweep_file("grid: {train.learning_rate: [1, 2, 9]}\nstop_early: {steps: [3], runs: 2}", seconds=0.02)
     file.write_text(file.read_text().replace("train.steps: 4", "train.steps: 200"))
@@ -197,7 +217,7 @@ def test_an_error_of_the_sweep_leaves_no_run_behind(sweep_file: Any) -> None:
 
     sooner = found.runs[0].overrides
     sooner[sooner.index("train.steps=4")] = "train.steps=1"
-    found._pool = ["0", "1"]
+    found._cores = ["core 0", "core 1"]
     with pytest.raises(RuntimeError, match="no page"):
         found.train(lambda text: None, fail)
     assert found.runs[1].process is not None and found.runs[1].process.returncode in (75, -signal.SIGTERM)

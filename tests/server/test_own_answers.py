@@ -70,3 +70,25 @@ def test_the_oldest_answers_go_first(tokenizer: Tokenizer, monkeypatch: pytest.M
         own.keep(prompt, letters(tokenizer, "ab" * 20), "")
     found = [len(own.replaced([*prompt, *tokenizer.encode("ab" * 20).ids], "")) - len(prompt) for prompt in prompts]
     assert found == [20, 20, 20, 40, 40]
+
+
+def test_the_oldest_answer_to_prompts_with_the_same_blocks_goes_first(tokenizer: Tokenizer) -> None:
+    """The prompts are shorter than a block; the oldest answer is that to the longest prompt."""
+    own = OwnAnswers(TokenBytes(tokenizer))
+    prompts = [tokenizer.encode("q" * (100 - number)).ids for number in range(own_answers.MOST_OF_BLOCK + 1)]
+    for prompt in prompts:
+        own.keep(prompt, letters(tokenizer, "ab"), "")
+    found = [len(own.replaced([*prompt, *tokenizer.encode("ab").ids], "")) - len(prompt) for prompt in prompts]
+    assert found == [1] + [2] * own_answers.MOST_OF_BLOCK
+
+
+def test_an_earlier_prompt_counts_once_with_several_answers(tokenizer: Tokenizer) -> None:
+    own = OwnAnswers(TokenBytes(tokenizer))
+    prompt = tokenizer.encode("Hello?").ids
+    for answer in ("cd", "ab", "abab", "ab"):
+        own.keep(prompt, letters(tokenizer, answer), "")
+    assert own.replaced([*prompt, *tokenizer.encode("xy").ids], "")[-2:] == tokenizer.encode("xy").ids
+    assert own.results == {"other_text": 1}
+    assert list(own.replaced([*prompt, *tokenizer.encode("abab").ids], "")) == [*prompt, *letters(tokenizer, "abab")]
+    assert list(own.replaced([*prompt, *letters(tokenizer, "ab")], "")) == [*prompt, *letters(tokenizer, "ab")]
+    assert own.results == {"other_text": 1, "taken": 1, "same": 1}

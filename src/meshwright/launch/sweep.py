@@ -85,7 +85,8 @@ class Sweep:
         self.spec = spec
         self.folder = runs / spec.name
         self._base = file.parent / spec.run
-        self._pool = _devices()
+        self._gpus = _gpus()
+        self._cores = [f"core {number}" for number in range(usable_cores())]
         self.runs = [self._checked(swept, file) for swept in swept_runs(spec)]
         stopped = _read_record(self.folder)
         for run in self.runs:
@@ -113,9 +114,9 @@ class Sweep:
             raise BadInput(
                 f"{file}: run {swept.name}: cluster.nodes is {spec.cluster.nodes}; a sweep trains on one host"
             )
-        if not spec.cluster.is_cpu and spec.cluster.gpus_per_node > len(self._pool):
+        if not spec.cluster.is_cpu and spec.cluster.gpus_per_node > len(self._gpus):
             raise BadInput(
-                f"{file}: run {swept.name}: cluster.gpus_per_node is {spec.cluster.gpus_per_node}; this host has {len(self._pool)} GPUs"
+                f"{file}: run {swept.name}: cluster.gpus_per_node is {spec.cluster.gpus_per_node}; this host has {len(self._gpus)} GPUs"
             )
         if spec.observe.wandb is not None and spec.observe.wandb.group is None:
             overrides.append(f"observe.wandb.group={json.dumps(self.spec.name)}")
@@ -168,9 +169,10 @@ class Sweep:
         """Return devices for a run that no other run uses; None if the run has to wait."""
         most = len(self.runs) if self.spec.parallel == "auto" else self.spec.parallel
         used = {device for other in going for device in other.devices}
-        free = [device for device in self._pool if device not in used]
+        devices = self._cores if run.spec.cluster.is_cpu else self._gpus
+        free = [device for device in devices if device not in used]
         # CPU ranks may be more than the cores, and share them.
-        needed = min(run.spec.cluster.gpus_per_node, len(self._pool))
+        needed = min(run.spec.cluster.gpus_per_node, len(devices))
         return free[:needed] if len(going) < most and len(free) >= needed else None
 
     def _start(self, run: SweepRun, devices: list[str]) -> None:
@@ -244,12 +246,14 @@ def loss_at(folder: Path, step: int) -> float | None:
     return recent_mean(column([record for record in steps if record["step"] <= step], "loss"))
 
 
-def _devices() -> list[str]:
-    """Return the names of this host's GPUs for CUDA_VISIBLE_DEVICES, or numbers for its cores if it has no GPUs."""
-    if count := visible_gpus():
-        named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        return named or [str(number) for number in range(count)]
-    return [str(number) for number in range(usable_cores())]
+def _gpus() -> list[str]:
+    """Return the names of this host's visible GPUs for CUDA_VISIBLE_DEVICES.
+
+    CUDA ignores the names after the first one that is no GPU of the host.
+    """
+    count = visible_gpus()
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return (named or [str(number) for number in range(count)])[:count]
 
 
 def _on(run: SweepRun) -> str:

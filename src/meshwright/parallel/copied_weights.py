@@ -1,10 +1,11 @@
 """Sparse gathers of experts' weights to the ranks where copies are present, and sparse reductions of the copies' gradients.
 
-Each expert has one owner: the ranks whose shards, master weights and optimizer state it has; these never move. Before a unit is used, an
-owner gathers its experts' weights over its shards, copies them into its slots of a stacked weight, and sends them to the ranks where the
-expert is present. After the backward, the gradients of copies are sent back. The owner adds them to its own gradient in the order of ranks,
-and then reduces the sum over its shards (spAG and spRS of Hecate, arXiv 2502.02581). If all experts are present everywhere, the sends
-become one all-gather and one reduce-scatter. Gathers and reductions run on two streams of their own.
+Each expert has one owner: the ranks that have its shards, master weights and optimizer state; these never move. A unit is a part of the
+model whose parameters are gathered and reduced together, here a block with experts. Before a unit is used, an owner gathers its experts'
+weights over its shards, copies them into its slots of a stacked weight, and sends them to the ranks where the expert is present. After the
+backward, the gradients of copies are sent back. The owner adds them to its own gradient in the order of ranks, and then reduces the sum
+over its shards (spAG and spRS of Hecate, arXiv 2502.02581). If all experts are present everywhere, the sends become one all-gather and one
+reduce-scatter. Gathers and reductions run on two streams of their own.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Executor:
 
 
 class _Step:
-    """One call of the executor: the loss so far, the tensors kept between forward and backward, and those passed between units."""
+    """One call of the executor: the loss so far, the tensors kept between forward and backward, and the tensors passed between units."""
 
     def __init__(
         self,
@@ -182,6 +182,7 @@ class _Step:
         # `log_probabilities` must give exactly the bits that training gives, so its blocks run with autograd although no backward follows.
         # Without autograd a compiled block keeps other values in registers and rounds at other places.
         self.as_trained = of_log_probabilities is not None
+        """Whether a forward without backward must give the bits of a training step."""
         self.rank_of = schedule.rank_of
         self.rank_actions = schedule.actions[self.rank_model.pipeline_rank]
         self.logits: dict[int, Tensor] = {}
@@ -193,14 +194,18 @@ class _Step:
         self.forwards_left = Counter(
             part.micro_batch for action in self.rank_actions for part in action.parts if part.op in FORWARD
         )
+        """Number of forwards of each micro-batch that have not run yet."""
         self.exchange = UnitExchange(self.rank_model, self.rank_of, executor.channels, recorder)
         self.paired = PairedBlocks(self.exchange)
-        # For each visit: input of the forward, graph edge of its output, loss of its router. The edge is saved instead of the output,
-        # because the output's memory belongs to the next unit, which may free it.
+        # A visit is the forward and the backward of one micro-batch in one unit. For each visit: input of the forward, graph edge of its
+        # output, loss of its router. The edge is saved instead of the output, because the output's memory belongs to the next unit, which
+        # may free it.
         self.saved_for_backward: dict[Visit, tuple[Tensor | None, GradientEdge | None, Tensor | None]] = {}
         self.deferred: dict[Visit, WeightQueue] = {}
+        """The weight gradients of split backwards, between `backward_input` and `backward_weight`."""
         visits = {} if executor.host is None else dict(enumerate(map(self.visits, self.rank_actions)))
         self.visits_at = {index: visits_here for index, visits_here in visits.items() if visits_here}
+        """The visits of each action that has some, by the action's index. Empty without offload of activations."""
         units = {visit: self.unit_of(visit) for visits_here in self.visits_at.values() for visit in visits_here}
         self.offload = ActivationOffload(
             executor.host,
@@ -210,11 +215,17 @@ class _Step:
             partial(_communication_span, recorder),
         )
         self.gradient_offload = self.offload_of_gradients()
-        self.reductions_left = Counter(self.unit(a).sharded for a in self.rank_actions if a.op == "reduce_grad")
-        self.frees_left = Counter(self.unit(a).sharded for a in self.rank_actions if a.op == "reshard")
-        self.index = -1  # index of the action in progress
+        self.reductions_left = self._count_by_unit("reduce_grad")
+        self.frees_left = self._count_by_unit("reshard")
+        self.index = -1
+        """Index of the action that runs now."""
         self.tokens = [batch.valid_tokens for batch in batches]
+        """Number of valid tokens of each micro-batch."""
         self.host_blocks = self.rank_model.device.type == "cpu"
+
+    def _count_by_unit(self, op: Op) -> Counter[ShardedUnit]:
+        """Return how many actions of this rank with this `op` each unit has in the step."""
+        return Counter(self.unit(action).sharded for action in self.rank_actions if action.op == op)
 
     def offload_of_gradients(self) -> GradientOffload | None:
         """Return the object that moves gradient sums to host memory during this step; None if the plan keeps them on the device."""
@@ -481,33 +492,40 @@ class _Step:
             self.exchange.pass_on("gradient", visit, _gradient_of(x))
 
     def backward_input(self, action: Action) -> None:
+        """Run the first half of a split backward: the gradient of the input. The weight gradients of linear layers are queued."""
         queue = self.deferred[_visit_of(action)] = WeightQueue()
         self.backward(action, queue)
 
     def backward_weight(self, action: Action) -> None:
+        """Run the second half of a split backward: compute the queued weight gradients."""
         queue = self.deferred.pop(_visit_of(action))
         sharded = self.unit(action).sharded
         with self.action_span(action):
             queue.drain(sharded.gathered_weights, add=sharded.add_matmul)
 
     def send(self, action: Action) -> None:
+        """Start to send the activation or gradient that the action names to another pipeline rank."""
         self.exchange.send(self.index, action)
 
     def receive(self, action: Action) -> None:
+        """Start to receive the activation or gradient that the action names from another pipeline rank."""
         self.exchange.receive(self.index, action, self.rank_model.message_shape(self.batches[action.micro_batch]))
 
     def unshard(self, action: Action) -> None:
+        """Start to gather the weights of a unit, after its deferred optimizer update."""
         sharded = self.unit(action).sharded
         if not sharded.reads_shards_in_use and self.executor.before_gather(sharded):
             self.executor.streams.follow_compute()
         sharded.gather(self.span(action, "unshard"))
 
     def reshard(self, action: Action) -> None:
+        """Free the gathered weights of a unit when all users of the unit have freed them."""
         sharded = self.unit(action).sharded
         self.frees_left[sharded] -= 1
         sharded.free_gathered(last=not self.frees_left[sharded])
 
     def reduce(self, action: Action) -> None:
+        """Start the reduce-scatter of a unit's gradients; after the last one of the step, also the sum over replicas."""
         sharded = self.unit(action).sharded
         self.reductions_left[sharded] -= 1
         last = not self.reductions_left[sharded]

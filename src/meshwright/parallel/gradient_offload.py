@@ -1,5 +1,7 @@
 """Keeps gradient sums over micro-batches in host memory while their unit does not compute (`plan.accumulation: host`).
 
+A unit is a part of the model whose parameters are gathered and reduced together: the embedding, a block, or the head.
+
 After each reduction except the step's last, the storages of the unit's gradient shards are copied to the host and freed. Before the next
 action that adds to these gradients, the storages are allocated and copied back. Every addition therefore runs on the device as without
 offload, and the sums have the same bits. Copies run on two streams, one for each direction, and overlap with the compute of one

@@ -1,4 +1,7 @@
-"""All-reduces of gradients that follow a unit's own reduce-scatter: over replicas, of tied weights, and of copies on tensor ranks."""
+"""All-reduces of gradients that follow a unit's own reduce-scatter: over replicas, of tied weights, and of copies on tensor ranks.
+
+A unit is a part of the model whose parameters are gathered and reduced together: the embedding, a block, or the head.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,11 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
 
 
 class DividedSamples:
-    """Builds the inputs that the blocks of a slot share. It has the methods of `SplitSequences`; the others return their argument."""
+    """Builds the inputs that the blocks of a slot share.
+
+    It has the methods of `SplitSequences`, so that an executor can call either. A slot has only this rank's tokens, so methods that divide
+    or gather tokens return their argument.
+    """
 
     def __init__(self, model: Decoder, ranks: int) -> None:
         self._model = model
@@ -96,7 +100,7 @@ class DividedSamples:
 
     def counted_tokens(self, counted: CountedTokens, shared: SharedInputs) -> CountedTokens:
         """Add the slot's part of a divided sample to its counted tokens; the part is taken from the mask in `shared`."""
-        _, mask = next(iter(shared.by_kind.values()))  # all have the same span
+        _, mask = next(iter(shared.by_kind.values()))  # the masks of all kinds of attention have the same part
         assert isinstance(mask, SlotMask)
         return SlotTokens(counted.sample, counted.samples, mask.span)
 

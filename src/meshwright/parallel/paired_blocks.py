@@ -7,6 +7,8 @@ three parts (`parallel.block_parts`). Rows go to the ranks of their experts afte
 
 The exchange of A's rows starts after route A, and compute A waits for it. Meanwhile route B runs. The other exchanges overlap in the same
 way. Each part is an autograd graph of its own. The backward runs the parts in the opposite order and exchanges the gradients between them.
+
+A visit is one micro-batch in one block: its forward and its backward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The loss of the prediction modules (which predict further tokens), added up over a step.
 
-The modules belong to the unit of the head. The backward of the head runs inside its forward (`parallel.executor`), and so does the backward
-of the modules. So schedules need not know the modules, and their activations exist for one micro-batch at a time.
+The modules belong to the unit of the head: their parameters are gathered and reduced together with the head's. The backward of the head
+runs inside its forward (`parallel.executor`), and so does the backward of the modules. So schedules need not know the modules, and their
+activations exist for one micro-batch at a time.
 """
 
 from __future__ import annotations

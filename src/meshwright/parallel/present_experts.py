@@ -34,14 +34,21 @@ class ExpertTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables for one set of present experts, on the host. The arrays have the meaning of the attributes of `PresentExperts`."""
+    """The tables for one set of present experts, on the host. Shapes are those of the module's docstring."""
 
     present: np.ndarray
+    """Whether an expert is present on a rank, `(R, E)`."""
     transfers: tuple[ExpertTransfer, ...]
-    """Sorted by expert, then by receiving rank. The messages between two ranks are therefore in the same order on both."""
+    """The copies of experts that this rank sends or receives, sorted by expert, then by receiving rank.
+
+    The messages between two ranks are therefore in the same order on both.
+    """
     slot_of: np.ndarray
+    """Slot of each expert on each rank, `(R, E)`; S if the expert is not present."""
     expert_in: np.ndarray
+    """Expert in each slot of each rank, `(R, S)`; E if the slot is free."""
     position: np.ndarray
+    """To which ranks the rows of this rank go, `(E, R)`; see `PresentExperts.position`."""
 
 
 class PresentExperts:
@@ -84,7 +91,7 @@ class PresentExperts:
         self.use(self.tables(present))
 
     def use(self, tables: Tables) -> None:
-        """As `set`, with tables that `tables` computed earlier."""
+        """Set the present experts, given the `tables` that were computed for them earlier."""
         if tables is self._tables:  # the set of present experts did not change
             return
         self._tables = tables

@@ -1,8 +1,9 @@
 """Gradient sums over the `replicate` axis of HSDP, the part of a hierarchical reduction that crosses nodes.
 
-A unit's gradients are first reduce-scattered over the ranks that shard its parameters, inside a node if the mesh permits it. Then each rank
-all-reduces its shard with the ranks that have the same shard of other replicas, once per step and unit. The shards of a unit are parts of
-one buffer, so one large message sums them.
+A unit is a part of the model whose parameters are gathered and reduced together: the embedding, a block, or the head. Its gradients are
+first reduce-scattered over the ranks that shard its parameters, inside a node if the mesh permits it. Then each rank all-reduces its shard
+with the ranks that have the same shard of other replicas, once per step and unit. The shards of a unit are parts of one buffer, so one
+large message sums them.
 """
 
 from __future__ import annotations

@@ -73,9 +73,12 @@ class PredictionDrafter(SampledDrafter):
         sizes = self._runner.decode_sizes
         shapes = [(size, 1 + self.longest) for size in drafted_sizes(sizes, self.longest)]
         shapes += [(size, 1) for size in sizes]
-        lengths = (max(size * queries for size, queries in shapes), *3 * (max(sizes),))
+        # `following` has an entry for each token of a step, the other three inputs have one for each decode.
+        most_tokens = max(size * queries for size, queries in shapes)
+        most_decodes = max(sizes)
+        lengths = (most_tokens, most_decodes, most_decodes, most_decodes)
         self._graph_inputs = ModuleInputs(
-            *(torch.zeros(count, dtype=torch.int64, device=self._inputs.device) for count in lengths)
+            *(torch.zeros(length, dtype=torch.int64, device=self._inputs.device) for length in lengths)
         )
         self._graph_inputs.table_rows.fill_(self._inputs.padding_row)
         for size, queries in sorted(shapes, key=lambda shape: -shape[0] * shape[1]):
@@ -122,7 +125,10 @@ class PredictionDrafter(SampledDrafter):
         self._graphs.replay(key)
 
     def _call_of_graph(self, packed: PackedStep, drawn: bool) -> partial[None]:
-        """Return the function that a graph captures. It reads its inputs from the fixed memory `_graph_inputs`."""
+        """Return the function that a graph captures. It reads its inputs from the fixed memory `_graph_inputs`.
+
+        If `drawn`, it draws the drafts from distributions; else it takes the likeliest tokens.
+        """
         assert packed.decode_size is not None
         size = packed.decode_size
         tokens = packed.decode_size * packed.decode_queries
@@ -164,9 +170,14 @@ class PredictionDrafter(SampledDrafter):
 def _module_inputs(packed: PackedStep, checked: CheckedStep) -> ModuleInputs:
     """Make the inputs of the first module from a checked step, by operations on the device."""
     samples = torch.arange(len(checked.tokens), device=checked.tokens.device)
-    places = samples if packed.mixed is None else packed.mixed.sampled
-    places = places if packed.sampled_tokens is None else packed.sampled_tokens
-    assert places is not None, "a mixed step has indices of its samples"
+    # Which token of the step each sample follows.
+    if packed.sampled_tokens is not None:
+        places = packed.sampled_tokens
+    elif packed.mixed is not None:
+        assert packed.mixed.sampled is not None, "a mixed step has indices of its samples"
+        places = packed.mixed.sampled
+    else:
+        places = samples
     last = samples
     if packed.drafts is not None and checked.accepted is not None:
         accepted = packed.drafts.samples.gather(1, checked.accepted[:, None].long())[:, 0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_128
@@ -54,8 +55,8 @@ class OwnAnswers:
         self.results: Counter[str] = Counter()
         """How often a prompt began with an earlier prompt, by what followed it.
 
-        `same`: the answer, already encoded as its own tokens; `taken`: the answer in other tokens, which were replaced;
-        `other_text`: another text.
+        `same`: an answer to the earlier prompt, already encoded as its own tokens; `taken`: an answer in other tokens,
+        which were replaced; `other_text`: another text.
         """
 
     def keep(self, prompt: Sequence[int], answer: Sequence[int], salt: str) -> None:
@@ -70,10 +71,8 @@ class OwnAnswers:
         hasher.update(ids[whole:].tobytes())
         found = self._answers.setdefault(key, [])
         if len(found) >= MOST_OF_BLOCK:
-            # The list is sorted: the answer to the shortest prompt makes room.
             self._size -= len(found.pop(0).tokens)
         found.append(_Answer(len(ids), hasher.digest(), array("I", answer)))
-        found.sort(key=lambda kept: kept.prompt_tokens)
         self._answers.move_to_end(key)
         self._size += len(answer)
         while self._size > MOST_TOKENS and len(self._answers) > 1:
@@ -91,31 +90,34 @@ class OwnAnswers:
         changed = False
         hasher = xxh3_128(salt.encode())
         while True:
-            # Earlier prompts that end inside the next block have the digest of all blocks so far as their key.
-            for kept in self._answers.get(hasher.digest(), ()):
-                end = self._end(ids, at, hasher, kept)
-                if end is None:
+            # Earlier prompts that end inside the next block have the digest of all blocks so far as their key. Shorter
+            # prompts come first, because an answer to one of them may be part of a longer prompt.
+            found = sorted(self._answers.get(hasher.digest(), ()), key=lambda kept: (kept.prompt_tokens, kept.digest))
+            for _, group in groupby(found, key=lambda kept: kept.digest):
+                answers = list(group)
+                if not _begins_with(ids, at, hasher, answers[0]):
                     continue
-                if ids[kept.prompt_tokens : end] == kept.tokens:
+                start = answers[0].prompt_tokens
+                ends = [(end, kept.tokens) for kept in reversed(answers) if (end := self._end(ids, kept)) is not None]
+                end, tokens = max(ends, key=lambda entry: entry[0], default=(start, None))
+                if tokens is None:
+                    self.results["other_text"] += 1
+                elif ids[start:end] == tokens:
                     self.results["same"] += 1
-                    continue
-                ids = ids[: kept.prompt_tokens] + kept.tokens + ids[end:]
-                self.results["taken"] += 1
-                changed = True
+                else:
+                    ids = ids[:start] + tokens + ids[end:]
+                    self.results["taken"] += 1
+                    changed = True
             if at + BLOCK > len(ids):
                 return ids if changed else prompt
             hasher.update(ids[at : at + BLOCK].tobytes())
             at += BLOCK
 
-    def _end(self, ids: array[int], at: int, hasher: Any, kept: _Answer) -> int | None:
-        """Return the index in `ids` where the text of `kept` ends; None if `ids` do not contain its prompt and answer.
+    def _end(self, ids: array[int], kept: _Answer) -> int | None:
+        """Return the index in `ids`, which begin with the prompt of `kept`, where its text ends.
 
-        `hasher` is the digest of the tokens before index `at`.
+        None if another text follows the prompt.
         """
-        prompt = hasher.copy()
-        prompt.update(ids[at : kept.prompt_tokens].tobytes())
-        if len(ids) <= kept.prompt_tokens or prompt.digest() != kept.digest:
-            return None
         content = self._tokens.all
         special = self._tokens.special
         text = b"".join([content[token] for token in kept.tokens])
@@ -127,7 +129,11 @@ class OwnAnswers:
         there = ids[kept.prompt_tokens : end]
         # A special token is never treated as the ordinary text that spells it, nor the other way round.
         same_special = [id for id in there if id in special] == [id for id in kept.tokens if id in special]
-        if b"".join([content[token] for token in there]) == text and same_special:
-            return end
-        self.results["other_text"] += 1
-        return None
+        return end if b"".join([content[token] for token in there]) == text and same_special else None
+
+
+def _begins_with(ids: array[int], at: int, hasher: Any, kept: _Answer) -> bool:
+    """Return whether `ids` are the prompt of `kept` and more. `hasher` is the digest of the tokens before index `at`."""
+    prompt = hasher.copy()
+    prompt.update(ids[at : kept.prompt_tokens].tobytes())
+    return len(ids) > kept.prompt_tokens and prompt.digest() == kept.digest
