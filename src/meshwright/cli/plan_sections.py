@@ -657,7 +657,7 @@ def _sizes(answer: PlanAnswer) -> AnswerSection | None:
 
 def _trainings(answer: PlanAnswer) -> AnswerSection | None:
     """Return a table of the batches and numbers of GPUs that reach one loss soonest, for --objective training."""
-    if not answer.trainings:
+    if not answer.trainings or answer.tokens is None:
         return None
     rate = price_of(answer.run.cluster, answer.question.price)
     price = rate.value
