@@ -183,7 +183,7 @@ TEXT = """\
 
 What can each model family do? Each *yes* has a test of the family, listed below. *No* and *some* (of its models) have
 the number of the sentence with which `check`, `train` or `serve` refuses the others before the start.
-`meshwright check` says the same of the model of one run. [What the families are](models.md#families).
+`meshwright check model.init=hf:FOLDER` says the same of one model. [What the families are](models.md#families).
 
 {table}
 

@@ -31,6 +31,7 @@ from meshwright.planner.explain import (
     shortfall,
     why_not_distinguished,
 )
+from meshwright.planner.finalists import SAME_TIME_TOLERANCE
 from meshwright.planner.layout_search import LAYOUT_OPTIONS
 from meshwright.planner.moves import MOVES, Move
 from meshwright.schedules.registry import entry_of, refusal
@@ -103,7 +104,10 @@ def _compare_values(
     It states how much longer those plans take, or why their times cannot be distinguished. `value` returns the value of
     the setting in a plan.
     """
-    compared = [(value(other.plan), other) for other in nearest_values(best, others, value)]
+    # The runner-ups are simulated plans. An estimate that differs from theirs only by its error would be another number
+    # for the same thing.
+    nearest = nearest_values(best, others, value, SAME_TIME_TOLERANCE)
+    compared = [(value(other.plan), other) for other in nearest]
     if not compared:
         return ""
     slower = [
