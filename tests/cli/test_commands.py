@@ -213,6 +213,26 @@ def test_help_shows_an_example(name: str) -> None:
     assert answer.code == 0 and "Example" in answer.out
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_in_80_columns_cuts_no_option_and_no_choice(name: str) -> None:
+    text = meshwright(*name.split(), "--help", env={"COLUMNS": "80"}).out
+    names = {
+        option for each in COMMANDS[name].params for option in (*each.opts, *each.secondary_opts) if "-" in option[:1]
+    }
+    choices = {str(choice) for each in COMMANDS[name].params for choice in getattr(each.type, "choices", ())}
+    words = set(re.split(r"[\s,|/\[\].]+", text))
+    assert names | choices <= words
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_of_serve_shows_basics_before_expert_options() -> None:
+    text = meshwright("serve", "--help", env={"COLUMNS": "80"}).out
+    basics, _, expert = text.partition("Expert options:")
+    assert "--port" in basics and "--api-key" in basics and "--help" in basics
+    assert "--queue" not in basics and "--queue" in expert
+    assert len(text.splitlines()) < 160
+
+
 def test_version() -> None:
     assert meshwright("--version").out == f"meshwright {__version__}\n"
 
