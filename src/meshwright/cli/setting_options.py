@@ -55,7 +55,10 @@ def _shown(flag: str, default: Any) -> str:
 
 
 def _option(name: str, annotation: Any, help: str, default: Any, *, panel: str | None) -> inspect.Parameter:
-    """Return the option for one field, which the help shows in `panel`. If the user does not give it, it is None, and the file's value or the field's default applies."""
+    """Return the option for one field, which the help shows in `panel`.
+
+    If the user does not give it, it is None, and the file's value or the field's default applies.
+    """
     if typing.get_origin(annotation) in (Union, types.UnionType):
         annotation = next((part for part in typing.get_args(annotation) if part is not type(None)), annotation)
     choices = None
