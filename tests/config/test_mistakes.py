@@ -304,7 +304,10 @@ def test_a_broken_file_does_not_make_its_keys_missing(tmp_path: Path) -> None:
     (mistake,) = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrain: {steps: [}\n")
     assert (mistake.line, mistake.column, mistake.key) == (2, 17, "yaml")
     (tmp_path / "run.yaml").unlink()
-    with pytest.raises(BadConfig, match=r"runn\.yaml: yaml: expected a readable file, got no such file"):
+    with pytest.raises(BadConfig, match=r"^no file \S*/runn\.yaml$"):
+        load_run(tmp_path / "runn.yaml")
+    (tmp_path / "run.yaml").touch()
+    with pytest.raises(BadConfig, match=r"^no file \S*/runn\.yaml; nearest: \S*/run\.yaml$"):
         load_run(tmp_path / "runn.yaml")
 
 

@@ -19,7 +19,7 @@ from meshwright import __version__
 from meshwright.cli.command import Command
 from meshwright.cli.streams import complete_streams
 from meshwright.events.terminal import fitted, write_line
-from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
+from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError, MissingFile
 from meshwright.spec.failures import COMMAND_MEMORY_HINT, as_meshwright_error
 
 GROUPS = {
@@ -111,7 +111,10 @@ def main() -> None:
     try:
         app_for(_arguments_to_complete() or sys.argv[1:])(prog_name="meshwright")
     except BadConfig as error:
-        _say(f"{len(error.mistakes)} mistake{'s' * (len(error.mistakes) > 1)} in the configuration:\n{error}", error)
+        count = len(error.mistakes)
+        only_missing = all(isinstance(mistake, MissingFile) for mistake in error.mistakes)
+        head = "" if only_missing else f"{count} mistake{'s' * (count > 1)} in the configuration:\n"
+        _say(f"{head}{error}", error)
     except MeshwrightError as error:
         _say(str(error), error)
     except (KeyboardInterrupt, SystemExit) as end:
