@@ -340,6 +340,15 @@ def test_a_bad_override_is_a_mistake_of_the_command_line(
     assert expected in mistake.expected
 
 
+def test_a_value_of_the_file_that_an_override_makes_wrong_is_a_mistake_of_the_command_line(tmp_path: Path) -> None:
+    text = "model: llama-nano\ntrain: {steps: 10, global_batch: 4}\n"
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text, "model.heads=5")
+    assert (mistake.file, mistake.line, mistake.key) == ("command line", None, "model.kv_heads")
+    assert mistake.expected == "a divisor of model.heads = 5"
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text + "plan: {tensor: 3}\n", "cluster.gpus_per_node=3")
+    assert mistake.file.endswith("run.yaml"), "the file is wrong without the override too"
+
+
 def test_a_pin_beside_a_plan_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("global_batch: 4\nmicro_batch: 4\n")
     text = "model: llama-nano\ntrain: {steps: 10, global_batch: 4}\nplan: p.yaml\n"
