@@ -204,6 +204,40 @@ def test_parts_are_prepared_and_merged(tmp_path: Path) -> None:
     assert answer.code == 0 and answer.json["splits"]["train"]["documents"] == 4
 
 
+def test_prepare_says_what_share_of_the_tokens_is_held_out(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(30):
+        (texts / f"{number}.txt").write_text(f"Text {number:02d} of thirty.\n")
+
+    def prepare(out: str) -> Any:
+        options = ["--tokenizer", "train:260", "--held-out", "0.2", "--out", tmp_path / out]
+        return meshwright("data", "prepare", texts, *options)
+
+    equal = prepare("equal")
+    held_out, total = [
+        sum(json.loads((tmp_path / "equal" / split / "manifest.json").read_text())["tokens"] for split in splits)
+        for splits in (["held_out"], ["held_out", "train"])
+    ]
+    assert f", {held_out / total:.1%} of all tokens\n" in equal.out and "--held-out" not in equal.err
+    shown = meshwright(
+        "data",
+        "show",
+        tmp_path / "equal" / "held_out",
+        "--step",
+        "1",
+        "--seq-len",
+        "8",
+        "--global-batch",
+        "99",
+        "--json",
+    )
+    for document in [each for sample in shown.json["samples"] for each in sample["documents"]]:
+        (texts / document["file"]).write_text("A long text. " * 40)
+    unequal = prepare("unequal")
+    assert "--held-out 0.2 counts documents: those that it chose have" in unequal.err
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_an_example(name: str) -> None:
     text = COMMANDS[name].help or ""
@@ -211,6 +245,26 @@ def test_help_shows_an_example(name: str) -> None:
     assert not re.search(r"^\s*#", text, re.MULTILINE), "Markdown takes the sign off and makes a heading of the line"
     answer = meshwright(*name.split(), "--help")
     assert answer.code == 0 and "Example" in answer.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_in_80_columns_cuts_no_option_and_no_choice(name: str) -> None:
+    text = meshwright(*name.split(), "--help", env={"COLUMNS": "80"}).out
+    names = {
+        option for each in COMMANDS[name].params for option in (*each.opts, *each.secondary_opts) if "-" in option[:1]
+    }
+    choices = {str(choice) for each in COMMANDS[name].params for choice in getattr(each.type, "choices", ())}
+    words = set(re.split(r"[\s,|/\[\].]+", text))
+    assert names | choices <= words
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_of_serve_shows_basics_before_expert_options() -> None:
+    text = meshwright("serve", "--help", env={"COLUMNS": "80"}).out
+    basics, _, expert = text.partition("Expert options:")
+    assert "--port" in basics and "--api-key" in basics and "--help" in basics
+    assert "--queue" not in basics and "--queue" in expert
+    assert len(text.splitlines()) < 160
 
 
 def test_version() -> None:

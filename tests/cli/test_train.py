@@ -100,7 +100,7 @@ def test_what_a_start_lacks_is_said_before_it_and_leaves_no_folder(
 @pytest.mark.parametrize(
     ("gpus", "output"),
     [
-        (0, "on 1 × cpu (no GPU found here)"),
+        (0, "on 1 × cpu"),
         (2, "on 1 × cpu (2 GPUs idle: cluster=auto uses the devices of this machine)"),
     ],
 )

@@ -304,7 +304,10 @@ def test_a_broken_file_does_not_make_its_keys_missing(tmp_path: Path) -> None:
     (mistake,) = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrain: {steps: [}\n")
     assert (mistake.line, mistake.column, mistake.key) == (2, 17, "yaml")
     (tmp_path / "run.yaml").unlink()
-    with pytest.raises(BadConfig, match=r"runn\.yaml: yaml: expected a readable file, got no such file"):
+    with pytest.raises(BadConfig, match=r"^no file \S*/runn\.yaml$"):
+        load_run(tmp_path / "runn.yaml")
+    (tmp_path / "run.yaml").touch()
+    with pytest.raises(BadConfig, match=r"^no file \S*/runn\.yaml; nearest: \S*/run\.yaml$"):
         load_run(tmp_path / "runn.yaml")
 
 
@@ -335,6 +338,15 @@ def test_a_bad_override_is_a_mistake_of_the_command_line(
     assert (mistake.file, mistake.line, mistake.column) == ("command line", None, None)
     assert (mistake.key, mistake.nearest) == (key, nearest)
     assert expected in mistake.expected
+
+
+def test_a_value_of_the_file_that_an_override_makes_wrong_is_a_mistake_of_the_command_line(tmp_path: Path) -> None:
+    text = "model: llama-nano\ntrain: {steps: 10, global_batch: 4}\n"
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text, "model.heads=5")
+    assert (mistake.file, mistake.line, mistake.key) == ("command line", None, "model.kv_heads")
+    assert mistake.expected == "a divisor of model.heads = 5"
+    (mistake,) = mistakes_in(tmp_path / "run.yaml", text + "plan: {tensor: 3}\n", "cluster.gpus_per_node=3")
+    assert mistake.file.endswith("run.yaml"), "the file is wrong without the override too"
 
 
 def test_a_pin_beside_a_plan_file_is_refused(tmp_path: Path) -> None:

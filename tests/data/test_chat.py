@@ -302,6 +302,20 @@ def test_show_displays_the_mask(tmp_path: Path) -> None:
     assert "1 more are left out, as" in lines and f"{lost:,} tokens are not read" in lines
 
 
+def test_show_says_which_token_is_predicted_at_the_end_of_a_full_sequence(tmp_path: Path) -> None:
+    out = prepared_chats(tmp_path, plain(CHATML), CHATS[:1])
+    ((_tokens, trained),) = documents(out)
+    end = max(number for number, weight in enumerate(trained) if weight) + 1
+    for seq_len, predicted in ((end - 1, "<|im_end|>"), (end, None), (end + 9, None)):
+        source = open_data(DataSpec(mix={str(out): 1.0}), seq_len=seq_len, seed=0)
+        (sample,) = show_step(source, 1, 1, text=True)["samples"]
+        assert sample.get("predicted") == predicted
+        assert sample["text"].endswith("<|im_end|>") is (seq_len == end)
+    command = ["show", str(out), "--step", "1", "--seq-len", str(end - 1), "--global-batch", "1", "--text"]
+    lines = RUNNER.invoke(data_command.app, command).output
+    assert lines.endswith("  the sequence ends here; the next token is trained on too: «<|im_end|>»\n")
+
+
 def test_chats_and_texts_in_one_mixture(tmp_path: Path) -> None:
     out, seq = prepared_chats(tmp_path, marked(CHATML), CHATS * 2), 40
     text = tmp_path / "text.txt"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.server.addresses import check_addresses
+from meshwright.server.addresses import check_addresses, listening_socket, where_listening
 from meshwright.server.app import admin_app
 from meshwright.spec.errors import BadInput
 from meshwright.spec.serve import ServeSpec
@@ -367,3 +367,15 @@ def test_abort_storm(server: RunningServer, count: int) -> None:
 
     server.run(storm())
     server.settle()
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("127.0.0.1", "at http://127.0.0.1:{port}"),
+        ("0.0.0.0", "on all interfaces, port {port}, without TLS: put a proxy with TLS in front"),
+    ],
+)
+def test_the_first_line_says_where_the_server_is_reached(host: str, words: str) -> None:
+    with listening_socket(host, 0, "port") as end:
+        assert where_listening(end) == words.format(port=end.getsockname()[1])

@@ -363,6 +363,18 @@ def test_the_list_of_models_shows_the_defaults(tuned: Path) -> None:
             assert answer["data"][0]["default_sampling"] == shown
 
 
+def test_the_list_of_models_has_names_of_checkpoints_and_no_paths(tuned: Path) -> None:
+    with running_server(tuned) as server:
+        damaged = [{"path": "/secret/runs/a/checkpoints/step-00000009", "reason": "weights: missing"}]
+        server.api.client.weights = {
+            "checkpoint": "/secret/runs/a/checkpoints/step-00000006",
+            "damaged_checkpoints": damaged,
+        }
+        (model,) = json.loads(server.run(call(server.app, "GET", "/v1/models")).body)["data"]
+    assert model["checkpoint"] == "step-00000006"
+    assert model["damaged_checkpoints"] == [{"checkpoint": "step-00000009", "reason": "weights: missing"}]
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("temperature", 500), ("temperature", "x"), ("top_p", -1), ("top_k", 1.5), ("min_p", True), ("top_k", -2)],

@@ -24,8 +24,9 @@ class ChatPrompts:
         """Raises BadInput if the folder has no chat template or an unusable one, and if jinja2 is not installed."""
         if files.chat_template is None:
             raise BadInput(
-                f"{folder} has no chat template (chat_template.jinja, or `chat_template` in tokenizer_config.json); write one to "
-                "the first (`chat` and `serve` also take --chat-template FILE), or let the model continue a text: meshwright generate"
+                f"{folder} has no chat template (chat_template.jinja, or `chat_template` in tokenizer_config.json); write one into "
+                f"{folder / 'chat_template.jinja'}, or name one by --chat-template FILE (`chat` and `serve`); without a template the "
+                "model can continue a text: meshwright generate -p TEXT, without --chat"
             )
         if find_spec("jinja2") is None:
             raise BadInput("chat templates need jinja2: pip install 'meshwright[serve]'")

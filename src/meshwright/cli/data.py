@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Json, show
+from meshwright.cli.options import Json, say, show
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ def prepare_command(
         float,
         typer.Option(
             metavar="FRACTION",
-            help="Share of the documents kept apart for validation, for example 0.01. They go to OUT/held_out, the "
-            "others to OUT/train; training on OUT then validates on the first by itself.",
+            help="Share of the documents (not of their tokens) kept apart for validation, for example 0.01. They go to "
+            "OUT/held_out, the others to OUT/train; training on OUT then validates on the first by itself.",
         ),
     ] = 0.0,
     text_key: Annotated[
@@ -453,6 +453,20 @@ def _show_prepared(prepared: PreparedCorpus, verify: bool, as_json: bool) -> Non
         print(json.dumps(_summary(prepared)))
     else:
         show(_sentences(prepared))
+    asked = next(iter(prepared.manifests.values())).request.get("held_out", 0.0)
+    if asked and (share := _held_out_share(prepared)) > 2 * asked:
+        say(
+            f"--held-out {asked:g} counts documents: those that it chose have {share:.1%} of all tokens; for fewer, choose a smaller "
+            "fraction, or divide long documents"
+        )
+
+
+def _held_out_share(prepared: PreparedCorpus) -> float:
+    """Return the share of the tokens of a corpus that are held out. 0 if none are."""
+    from meshwright.data.manifest import HELD_OUT
+
+    held_out = prepared.manifests.get(HELD_OUT)
+    return 0.0 if held_out is None else held_out.tokens / sum(each.tokens for each in prepared.manifests.values())
 
 
 def _say_left_out(left_out: LeftOut) -> None:
@@ -520,6 +534,7 @@ def _ends(answers: AnswerEnds) -> dict[str, int]:
 def _sentences(prepared: PreparedCorpus) -> str:
     """Return the result of a preparation in lines of text, ending with the line of a run file that uses the corpus."""
     from meshwright.data.left_out import not_read_words
+    from meshwright.data.manifest import HELD_OUT
     from meshwright.data.removed import REPORT, removed_words
 
     first = "prepared" if prepared.chats is None else f"prepared {prepared.chats}"
@@ -533,6 +548,8 @@ def _sentences(prepared: PreparedCorpus) -> str:
                 if counts.kind == "pairs"
                 else f"; {counts.good:,} good and {counts.bad:,} bad answers"
             )
+        if split == HELD_OUT:
+            size += f", {_held_out_share(prepared):.1%} of all tokens"
         lines.append(f"  {split}: {size}")
     manifest = next(iter(prepared.manifests.values()))
     if manifest.not_read:
@@ -570,6 +587,8 @@ def _step_lines(shown: dict[str, Any]) -> str:
             lines.append(f"  {count} tokens are trained on" + (", between « and »" if "parts" in sample else ""))
         if "parts" in sample:
             lines.append("".join(f"«{p['text']}»{_weight(p)}" if p["trained"] else p["text"] for p in sample["parts"]))
+            if "predicted" in sample:
+                lines.append(f"  the sequence ends here; the next token is trained on too: «{sample['predicted']}»")
         elif "text" in sample:
             lines.append(sample["text"])
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from meshwright import __version__
 from meshwright.cli.command import Command
 from meshwright.cli.streams import complete_streams
 from meshwright.events.terminal import fitted, write_line
-from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
+from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError, MissingFile
 from meshwright.spec.failures import COMMAND_MEMORY_HINT, as_meshwright_error
 
 GROUPS = {
@@ -53,6 +53,9 @@ COMMANDS = {name: name for names in GROUPS.values() for name in names} | {
 }
 """The module of each command in this package. A module has a function of its own name, or an `app` with several commands."""
 
+HELP_COLUMNS = 120
+"""Largest width of a help text. A narrower terminal gets narrower lines."""
+
 
 def app_for(arguments: Sequence[str]) -> typer.Typer:
     """Build the command line.
@@ -67,7 +70,7 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode="markdown",
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_COLUMNS},
         # click 8.4 suggests near names by itself. A typer that contains its own copy of click leaves this to the
         # setting.
         suggest_commands=find_spec("typer._click") is not None,
@@ -77,6 +80,8 @@ def app_for(arguments: Sequence[str]) -> typer.Typer:
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
         module = import_module(f"meshwright.cli.{COMMANDS[name]}")
         if hasattr(module, "app"):
+            for command in module.app.registered_commands:
+                command.cls = Command
             app.add_typer(module.app, name=name, rich_help_panel=panels[name])
         else:
             app.command(name, cls=Command, rich_help_panel=panels[name])(getattr(module, COMMANDS[name]))
@@ -106,7 +111,10 @@ def main() -> None:
     try:
         app_for(_arguments_to_complete() or sys.argv[1:])(prog_name="meshwright")
     except BadConfig as error:
-        _say(f"{len(error.mistakes)} mistake{'s' * (len(error.mistakes) > 1)} in the configuration:\n{error}", error)
+        count = len(error.mistakes)
+        only_missing = all(isinstance(mistake, MissingFile) for mistake in error.mistakes)
+        head = "" if only_missing else f"{count} mistake{'s' * (count > 1)} in the configuration:\n"
+        _say(f"{head}{error}", error)
     except MeshwrightError as error:
         _say(str(error), error)
     except (KeyboardInterrupt, SystemExit) as end:

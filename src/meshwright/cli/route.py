@@ -42,4 +42,4 @@ def route(
         run_router(settings.value, print_now)
 
 
-add_options(route, RouteSpec, given=("instances",))
+add_options(route, RouteSpec, basics=("host", "port", "api_key", "share_port"), given=("instances",))

@@ -127,4 +127,19 @@ def _devices(folder: Path, tensor: int, experts: int) -> ClusterSpec | None:
     return None
 
 
-add_options(serve, ServeSpec)
+_BASICS = (
+    "host",
+    "port",
+    "api_key",
+    "name",
+    "chat_template",
+    "follow",
+    "log_requests",
+    "sequences",
+    "context",
+    "weights",
+    "adapter",
+    "tensor",
+)
+"""The settings that the help shows first."""
+add_options(serve, ServeSpec, _BASICS)

@@ -14,17 +14,28 @@ import typer
 
 from meshwright.spec.fields import docs_of, hints_of
 
+_EXPERT_PANEL = "Expert options"
+"""Title of the options in the help that most users do not need."""
 _ANNOTATED: Any = Annotated  # This is applied to types that are made at run time. A type checker cannot follow that.
 
 
-def add_options(command: Any, settings: type, given: Collection[str] = ()) -> None:
-    """Replace the parameter `**options` of a command by one option for each field of `settings`. Fields in `given` get no option."""
+def add_options(command: Any, settings: type, basics: Collection[str], given: Collection[str] = ()) -> None:
+    """Replace the parameter `**options` of a command by one option for each field of `settings`.
+
+    The help shows the fields in `basics` first, apart from the others. Fields in `given` get no option.
+    """
     signature = inspect.signature(command, eval_str=True)
     fixed = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     docs = docs_of(settings)
     hints = hints_of(settings)
     options = [
-        _option(field.name, hints[field.name], docs[field.name], field.default)
+        _option(
+            field.name,
+            hints[field.name],
+            docs[field.name],
+            field.default,
+            panel=None if field.name in basics else _EXPERT_PANEL,
+        )
         for field in dataclasses.fields(settings)
         if field.name not in given
     ]
@@ -43,8 +54,11 @@ def _shown(flag: str, default: Any) -> str:
     return flag[2:] if default is True else str(default)
 
 
-def _option(name: str, annotation: Any, help: str, default: Any) -> inspect.Parameter:
-    """Return the option for one field. If the user does not give it, it is None, and the file's value or the field's default applies."""
+def _option(name: str, annotation: Any, help: str, default: Any, *, panel: str | None) -> inspect.Parameter:
+    """Return the option for one field, which the help shows in `panel`.
+
+    If the user does not give it, it is None, and the file's value or the field's default applies.
+    """
     if typing.get_origin(annotation) in (Union, types.UnionType):
         annotation = next((part for part in typing.get_args(annotation) if part is not type(None)), annotation)
     choices = None
@@ -59,6 +73,7 @@ def _option(name: str, annotation: Any, help: str, default: Any) -> inspect.Para
         click_type=choices,
         # The default of the option itself is None, and typer would put another text in parentheses.
         show_default=False,
+        rich_help_panel=panel,
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_ANNOTATED[plain | None, option]

@@ -279,11 +279,8 @@ def _devices(cluster: ClusterSpec) -> str:
     if not cluster.is_cpu:
         return devices
     idle = visible_gpus()
-    return (
-        f"{devices} ({idle} GPU{'s' * (idle > 1)} idle: cluster=auto uses the devices of this machine)"
-        if idle
-        else f"{devices} (no GPU found here)"
-    )
+    hint = f" ({idle} GPU{'s' * (idle > 1)} idle: cluster=auto uses the devices of this machine)"
+    return f"{devices}{hint if idle else ''}"
 
 
 def _formats(run: RunSpec, plan: Plan) -> str:

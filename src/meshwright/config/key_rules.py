@@ -16,6 +16,7 @@ from meshwright.config.preference_rules import preference
 from meshwright.config.rl_rules import rl
 from meshwright.config.run_values import RunValues, Values
 from meshwright.config.sample_rules import samples
+from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import KeyPath, YamlDocument, format_value
 from meshwright.spec.chips import CHIPS, chip_from_device_name
 from meshwright.spec.dimension_checks import model_mistakes
@@ -43,6 +44,8 @@ from meshwright.spec.plan_rules import RuleInput, mistakes, text_of
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """What the name of a run must match."""
+_COMPARED = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+) = ")
+"""A key that a mistake compares with, as in `a divisor of model.heads = 5`."""
 MOST_LETTERS = 200
 """Maximum number of characters of the name of a chip or a run.
 
@@ -96,7 +99,19 @@ def cross_checks(document: YamlDocument, unusable: set[KeyPath], plan_file: Valu
         decay_patterns,
         final_learning_rate,
     )
-    return [mistake for rule in rules for mistake in rule(run)]
+    return [_at_override(document, mistake) for rule in rules for mistake in rule(run)]
+
+
+def _at_override(document: YamlDocument, mistake: Mistake) -> Mistake:
+    """Return the mistake with the command line as its position if a key that it compares with stands there.
+
+    The value in the file was right before; the override is what the user has to change.
+    """
+    compared = (tuple(name.split(".")) for name in _COMPARED.findall(mistake.expected))
+    position = next((at for at in map(document.value_position, compared) if at.file == COMMAND_LINE), None)
+    if position is None or mistake.file == COMMAND_LINE:
+        return mistake
+    return dataclasses.replace(mistake, file=COMMAND_LINE, line=None, column=None)
 
 
 def plan_rules(run: RunValues) -> Iterator[Mistake]:

@@ -25,7 +25,7 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 from yaml.serializer import Serializer
 
-from meshwright.spec.errors import Mistake, nearest_file
+from meshwright.spec.errors import MissingFile, Mistake, nearest_file
 
 KeyPath = tuple[str | int, ...]
 """The path of a key: names of sections and indices in lists, from the top of the file."""
@@ -155,6 +155,9 @@ def read_yaml(path: Path, shown: str | None = None) -> YamlDocument:
     except OSError as error:
         others = [] if path.exists() else [near.name for near in path.parent.glob("*.y*ml")]
         close = nearest_file(path.name, others)
+        if isinstance(error, FileNotFoundError):
+            missing = MissingFile(file, None, None, "yaml", "a readable file", "no such file", close)
+            return YamlDocument({}, Position(file, None, None), mistakes=[missing], partial=True)
         return _unreadable(file, None, None, "a readable file", (error.strerror or str(error)).lower(), close)
     if len(raw) > MAX_BYTES:
         return _unreadable(file, 1, 1, f"at most {MAX_BYTES >> 10} KiB of YAML", "a larger file")

@@ -41,7 +41,9 @@ def show_step(
     `PackingCounts` of each source of chats.
 
     With `text`, each sample has its decoded `text`. A sample of chats then has `parts`, its text divided where training
-    begins and ends; each part has `trained` and `text`, and `weight` if tokens have weights.
+    begins and ends; each part has `trained` and `text`, and `weight` if tokens have weights. If the sample fills its
+    sequence and the token that its last token predicts is trained on, `predicted` is the text of this token. No sample
+    has it among its inputs.
 
     Raises BadInput if `step` is below 1, and if `text` is requested but the tokenizer of the data is not known.
     """
@@ -53,19 +55,23 @@ def show_step(
         indices = range(*samples_of_token_step(source, step, global_batch_tokens, skipped))
     samples = [source.describe(index) for index in indices]
     if text:
-        for sample, ids, decode in _tokens(source, samples, indices):
-            ids = ids[: sample["tokens"]]
+        for sample, ids, following, decode in _tokens(source, samples, indices):
             sample["text"] = decode(ids)
             if "trained" in sample:
                 sample["parts"] = _parts(ids, sample["trained"], sample.get("weights"), decode)
+                if following >= 0:
+                    sample["predicted"] = decode([following])
     packing = {name: asdict(each.packing) for name, each in source.sources.items() if each.packing}
     return {"step": step, "samples": samples} | ({"packing": packing} if packing else {})
 
 
 def _tokens(
     source: DataSource, samples: Sequence[dict[str, Any]], indices: range
-) -> Iterator[tuple[dict[str, Any], list[int], Callable[[list[int]], str]]]:
-    """Yield each sample with its token ids and the function that decodes them."""
+) -> Iterator[tuple[dict[str, Any], list[int], int, Callable[[list[int]], str]]]:
+    """Yield each sample with its token ids, the id that the last of them predicts, and the function that decodes ids.
+
+    The predicted id is negative if it is not trained on.
+    """
     from meshwright.data.tokenizer import load_tokenizer
 
     file = source.tokenizer_file
@@ -73,7 +79,10 @@ def _tokens(
         raise BadInput("--text: the data is foreign, so its tokenizer is not known; leave --text out")
     tokenizer = load_tokenizer(file).tokenizer
     for sample, index in zip(samples, indices, strict=True):
-        yield sample, source.samples([index]).tokens[0].tolist(), partial(tokenizer.decode, skip_special_tokens=False)
+        read = source.samples([index])
+        count = sample["tokens"]
+        following = int(read.targets[0][count - 1])
+        yield sample, read.tokens[0][:count].tolist(), following, partial(tokenizer.decode, skip_special_tokens=False)
 
 
 def _parts(

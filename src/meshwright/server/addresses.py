@@ -120,3 +120,12 @@ def url_of(end: socket.socket) -> str:
     """Return the http:// URL of a listening socket."""
     host, port = end.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def where_listening(end: socket.socket) -> str:
+    """Return in words where a listening socket is reached, and that it is not encrypted if other machines can reach it."""
+    host, port = end.getsockname()[:2]
+    if is_loopback(host):
+        return f"at {url_of(end)}"
+    where = f"on all interfaces, port {port}" if ipaddress.ip_address(host).is_unspecified else f"at {url_of(end)}"
+    return f"{where}, without TLS: put a proxy with TLS in front"

@@ -7,7 +7,7 @@ import html
 import itertools
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -246,5 +246,17 @@ class Api:
             "owned_by": "meshwright",
             "max_model_len": None if ready is None else ready["context"],
             "default_sampling": self.files.sampling,
-            **self.client.weights,
+            **_by_name(self.client.weights),
         }
+
+
+def _by_name(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `Chosen.facts` says of the weights, with names of checkpoints in place of paths, which are not for clients."""
+    shown = dict(weights)
+    if "checkpoint" in weights:
+        shown["checkpoint"] = Path(weights["checkpoint"]).name
+    if "damaged_checkpoints" in weights:
+        shown["damaged_checkpoints"] = [
+            {"checkpoint": Path(each["path"]).name, "reason": each["reason"]} for each in weights["damaged_checkpoints"]
+        ]
+    return shown

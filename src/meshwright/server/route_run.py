@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from meshwright.connections.limits import raise_file_limit
-from meshwright.server.addresses import check_host, listening_socket, url_of
+from meshwright.server.addresses import check_host, listening_socket, where_listening
 from meshwright.server.background import guarded
 from meshwright.server.instances import Instances, targets_of
 from meshwright.server.process_memory import keep_loaded
@@ -71,7 +71,7 @@ async def route(router: Router, end: socket.socket, say: Callable[[str], None]) 
     keep_loaded()
     ready = sum(instance.healthy for instance in router.instances.all.values())
     count = len(router.spec.instances)
-    say(f"routing to {count} server{'s' * (count > 1)}, {ready} of them ready, at {url_of(end)}")
+    say(f"routing to {count} server{'s' * (count > 1)}, {ready} of them ready, {where_listening(end)}")
     await stop.wait()
     router.draining = True
     server.close()

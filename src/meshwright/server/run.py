@@ -19,7 +19,7 @@ from meshwright.connections.limits import ADMIN, SERVE, ListenerLimits, raise_fi
 from meshwright.connections.table import ConnectionTable
 from meshwright.data.text_format import no_tokenizer, tokenizer_file
 from meshwright.events.terminal import write_line
-from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
+from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, where_listening, with_keys
 from meshwright.server.background import guarded
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_setup import EngineProcess, EngineSetup
@@ -211,7 +211,7 @@ class _Server:
                     self._client.warning = self._chosen.warning
                 if self._client.warning is not None:
                     write_line(self._client.warning, sys.stderr)
-                self._say(f"serving {self._api.name} at {url_of(self._sockets[0])}")
+                self._say(f"serving {self._api.name} {where_listening(self._sockets[0])}")
         stop.cancel()
 
     async def _drain(self) -> None:

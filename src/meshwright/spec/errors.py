@@ -245,6 +245,14 @@ class Refusal(Mistake):
         return f"{self.position}: {shorten(self.key)}: {sentence}{hint}"
 
 
+class MissingFile(Mistake):
+    """The mistake of a file that does not exist. `nearest` is the name of another file in its folder."""
+
+    def __str__(self) -> str:
+        hint = f"; nearest: {PurePath(self.file).with_name(self.nearest)}" if self.nearest else ""
+        return f"no file {self.file}{hint}"
+
+
 COMPARED_CHARACTERS = 200
 """Number of characters of a word that are compared with valid words."""
 MOST_LISTED = 100
