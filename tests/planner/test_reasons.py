@@ -13,7 +13,7 @@ from meshwright.planner.explain import ROOMIER, SAFER, SIMPLER, STEADIER, limits
 from meshwright.planner.reasons import on_layers, reasons
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Offload, Plan, Predicted, SchedulePlan
 from meshwright.spec.run import RunSpec
 
@@ -212,3 +212,17 @@ def test_a_more_complex_plan_names_what_decided_for_it() -> None:
     assert reason_for(best, across) == STEADIER
     assert reason_for(best, full) == ROOMIER
     assert reason_for(best, replace(full, mesh=across.mesh)) == SAFER
+
+
+def test_missing_host_memory_is_told_in_lines_of_one_fact_each() -> None:
+    words = (
+        "model=llama3-70b cluster.gpu=H100 cluster.gpus_per_node=2 cluster.host_memory_gib=256 train.global_batch=64"
+    )
+    with pytest.raises(OutOfResources) as caught:
+        search(load_run(None, words.split()))
+    first, *lines = str(caught.value).splitlines()
+    needed, missing, usable = map(float, re.findall(r"([\d.]+) GB", first))
+    assert needed - missing == pytest.approx(usable, abs=0.11) and usable == pytest.approx(
+        0.8 * 256 * 2**30 / 1e9, abs=0.1
+    )
+    assert lines[0] == "  usable is 80% of cluster.host_memory_gib" and max(map(len, (first, *lines))) < 160

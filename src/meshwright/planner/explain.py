@@ -206,8 +206,14 @@ def why_not_distinguished(best: Candidate, other: Candidate) -> str:
 
 
 def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> str:
-    """Return a sentence about the pipeline rank of `plan` that exceeds its usable memory most: by how much, and its
-    largest categories.
+    """Return a sentence with both parts of `shortfall_parts`."""
+    need, largest = shortfall_parts(run, plan, usable_bytes)
+    return f"{need} ({largest})"
+
+
+def shortfall_parts(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> tuple[str, str]:
+    """Return texts about the pipeline rank of `plan` that exceeds its usable memory most: by how much, and its largest
+    categories.
 
     `usable_bytes` is the usable memory of a device, by default the usual share of the cluster's.
     """
@@ -218,12 +224,12 @@ def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> st
     need = needs[rank]
     usable = limits[rank]
     by_category = sorted(bytes_by_rank[rank].items(), key=lambda item: -item[1])
-    largest = ", ".join(f"{category} {size / 1e9:.1f}" for category, size in by_category[:3])
+    largest = ", ".join(f"{category} {size / 1e9:.1f}" for category, size in by_category[:3]) + " GB"
     rank_name = f"pipeline rank {rank}" if len(bytes_by_rank) > 1 else "a rank"
     if need <= usable:
-        return f"{rank_name} needs {need / 1e9:.1f} GB of the usable {usable / 1e9:.1f} GB ({largest} GB)"
+        return f"{rank_name} needs {need / 1e9:.1f} GB of the usable {usable / 1e9:.1f} GB", largest
     excess = f"{(need - usable) / 1e9:.1f} GB more than the usable {usable / 1e9:.1f} GB"
-    return f"{rank_name} needs {need / 1e9:.1f} GB, {excess} ({largest} GB)"
+    return f"{rank_name} needs {need / 1e9:.1f} GB, {excess}", largest
 
 
 def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
