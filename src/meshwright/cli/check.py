@@ -42,8 +42,9 @@ def check(arguments: Arguments = None, runs: Runs = Path("runs"), as_json: Json 
             say(str(BadConfig(mistakes)))
             say(f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}")
         else:
-            for line in support_lines(run.model) if run else ():
-                say(line)
+            if run:
+                for line in support_lines(run.model):
+                    say(line)
             print("ok")
     sys.exit(code)
 
