@@ -51,10 +51,10 @@ class PeerTokenExchange(TokenExchange):
     def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
         del local  # rows for this rank's own experts pass through the window too; only the host could skip it, and it must not wait
         peers = self._peers
-        most = peers.most_received(sorted_rows.shape[0])
-        offsets, *route = route_tokens(load, sorted_rows, peers.ranks, most, self._group)
+        most_rows = peers.most_received(sorted_rows.shape[0])
+        offsets, *route = route_tokens(load, sorted_rows, peers.ranks, most_rows, self._group)
         received = move_tokens(sorted_rows, *route, False, peers.fp8, self._group)
-        outputs = compute(received, _order_of_groups(offsets, most))
+        outputs = compute(received, _order_of_groups(offsets, most_rows))
         return move_tokens(outputs, *route, True, False, self._group)
 
 

@@ -62,8 +62,8 @@ def busiest_rows(model: ModelSpec, train: TrainSpec, plan: Plan) -> float:
     """
     if all_present(model, plan):
         return 1.0
-    room = exchange_room(model, plan)
-    return room or float(expected_busiest(model, train, _expert_ranks(plan)).stored_rows)
+    buffered_rows = exchange_room(model, plan)
+    return buffered_rows or float(expected_busiest(model, train, _expert_ranks(plan)).stored_rows)
 
 
 def exchange_room(model: ModelSpec, plan: Plan) -> float:
