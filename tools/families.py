@@ -207,7 +207,7 @@ TEXT = """\
 
 What can each model family do? Each *yes* has a test of the family, listed below. *No* and *some* (of its models) have
 the number of the reason below the table. `check`, `train` and `serve` refuse the others before the start, and
-`meshwright check` says what the model of one run can have. [What the families are](models.md#families).
+`meshwright check model.init=hf:FOLDER` says what one model can have. [What the families are](models.md#families).
 
 The text part of a model that reads images has the row of its family. It is the word `model_type` in `text_config` of
 its config.json, but for these:

@@ -17,6 +17,8 @@ from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.workload.layouts import Layouts
 
+UNSTATED = (0.0, 0.0)
+"""Layers of the stages where a layout does not state them."""
 MODEL = shape_from_dimensions(dimensions_by_name("Llama-like-8.86B"))
 MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=8, gpus_per_node=8))
 PLAN = Layouts(
@@ -79,9 +81,9 @@ def test_a_row_says_what_was_assumed() -> None:
 
 def test_a_stage_fills_until_it_passes_its_share() -> None:
     """32 layers and a head worth 2.2: of four stages, 8.55 each, the first takes 9 and the last 6 beside the head."""
-    full, last = stage_layers(MODEL, replace(PLAN, pipeline=4.0))
+    full, last = stage_layers(MODEL, replace(PLAN, pipeline=4.0), UNSTATED)
     assert (float(full), float(last)) == (9.0, 32.0 - 26.0)
-    assert stage_layers(MODEL, replace(PLAN, pipeline=2.0))[0] == 18.0
+    assert stage_layers(MODEL, replace(PLAN, pipeline=2.0), UNSTATED)[0] == 18.0
 
 
 def test_the_first_stage_may_be_asked_for() -> None:

@@ -611,10 +611,39 @@ def test_a_checkpoint_records_the_content_and_tokenizer_of_its_corpus(tiny: Path
     assert record == read_text_format(tiny.parent / "data" / "train")
 
 
-def test_check_says_what_the_model_can_have(tiny: Path, tmp_path: Path) -> None:
+def test_check_says_what_the_model_of_a_run_can_have(tiny: Path, tmp_path: Path) -> None:
     answer = meshwright("check", tiny, "--runs", tmp_path)
-    assert answer.out == "ok\n" and "\nllama can be trained with pipeline, replicate, " in f"\n{answer.err}"
-    assert "\nllama can be served with tensor ranks, " in answer.err
-    assert "\n  not with expert: no key, as the model is dense" in answer.err
+    assert answer.out == "ok\n" and " with " not in answer.err
     plain = json.loads(meshwright("check", tiny, "model.sinks=true", "--runs", tmp_path, "--json").out)["support"]
     assert plain["train"]["tensor"] is True and plain["train"]["hybrid"].startswith("model.sinks = false")
+
+
+def test_check_of_a_model_needs_its_config_alone(tmp_path: Path) -> None:
+    """70B parameters fit neither on this machine nor, with another vocabulary, the built-in corpus; there are no weights."""
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+    }
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    arguments = ("check", f"model.init=hf:{tmp_path}", "--runs", tmp_path / "runs")
+    answer = meshwright(*arguments)
+    assert answer.code == 0 and answer.out.splitlines()[-1] == "ok" and "only the model is checked" in answer.err
+    assert (
+        "qwen2 can be trained with pipeline, " in answer.out and "qwen2 can be served with tensor ranks, " in answer.out
+    )
+    assert meshwright(*arguments, "--json").json["support"]["train"]["tensor"] is True
+    assert meshwright(*arguments, "train.steps=5").code != 0  # a question about a run: weights and memory count
+    file.write_text(json.dumps({**config, "a_new_part": 3}))
+    refused = meshwright(*arguments)
+    assert refused.code == 2 and "a_new_part" in refused.err and not refused.out

@@ -304,7 +304,7 @@ def test_scaling_by_doubling(tmp_path: Path) -> None:
     text = (tmp_path / "scaling.html").read_text()
     assert Page(text).open == [] and "Throughput" in text and "Efficiency" in text
     output = meshwright("plan", *ONE_RANK, "--gpus", "1..2", "plan.tensor=1", "plan.context_ring=1").out
-    assert re.search(r"^ 2 +(shard|replicate) 2.* [\d.]+ m?s ", output, re.MULTILINE) and "◀" in output
+    assert re.search(r"^ 2 +(FSDP|DDP) 2.* [\d.]+ m?s ", output, re.MULTILINE) and "◀" in output
     assert "GPU-hours need the tokens of the whole training" in " ".join(output.split())
     (single_point,) = meshwright("plan", *ONE_RANK, "--gpus", "2", "--tokens", "1e12", "--json").json["objective"][
         "points"

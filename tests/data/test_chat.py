@@ -304,7 +304,7 @@ def test_show_displays_the_mask(tmp_path: Path) -> None:
 
 def test_show_says_which_token_is_predicted_at_the_end_of_a_full_sequence(tmp_path: Path) -> None:
     out = prepared_chats(tmp_path, plain(CHATML), CHATS[:1])
-    ((_, trained),) = documents(out)
+    ((_tokens, trained),) = documents(out)
     end = max(number for number, weight in enumerate(trained) if weight) + 1
     for seq_len, predicted in ((end - 1, "<|im_end|>"), (end, None), (end + 9, None)):
         source = open_data(DataSpec(mix={str(out): 1.0}), seq_len=seq_len, seed=0)

@@ -62,7 +62,7 @@ def test_a_record_says_who_did_what_and_who_waited(tmp_path: Path, capsys: pytes
     (tmp_path / "config.yaml").touch()
     incidents(tmp_path)
     printed = capsys.readouterr().out
-    assert "step 41, attempt 2: hang" in printed and "certain: rank 1 on b, forward 2.3" in printed
+    assert "step 41, attempt 2: hang" in printed and "cause (certain): rank 1 on b in forward 2.3" in printed
     assert "restart 1 of 3" in printed and str(folder) in printed
 
 

@@ -121,6 +121,20 @@ def test_plans_as_fast_are_told_apart_by_what_they_do() -> None:
     assert sentence == "cannot be told apart (within 1%): computes activations twice (recompute full)"
 
 
+def test_a_simpler_plan_says_what_the_other_has_more() -> None:
+    best = plan_of(1.0)
+    replicas = replace(
+        plan_of(0.995),
+        mesh=(MeshAxis(axis="replicate", size=2), MeshAxis(axis="tensor", size=2)),
+        layers=(LayerStrategy(range="0-1", recompute="full"), LayerStrategy(range="2-3")),
+    )
+    told = reason_against(ask(), Candidate(best), Candidate(replicas))
+    extra = "2 axes, recompute full, 2 ranges of layers that differ"
+    assert told == f"cannot be told apart (within 1%): the simpler plan is taken; this one has {extra}"
+    as_simple = reason_against(ask(), Candidate(best), Candidate(plan_of(1.005)))
+    assert as_simple == "cannot be told apart (within 1%): both are as simple, and the shorter step is taken"
+
+
 def test_without_seconds_the_plans_themselves_are_compared() -> None:
     best = replace(plan_of(1.0), predicted=Predicted(memory_peak_bytes=10**9))
     larger = replace(best, predicted=Predicted(memory_peak_bytes=3 * 10**9))

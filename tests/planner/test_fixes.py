@@ -41,10 +41,11 @@ def test_a_fix_is_what_to_type_and_makes_the_run_fit() -> None:
 
 def test_an_infeasible_run_says_kind_rank_amount_and_fixes() -> None:
     run = load_run(None, [*SMALL.split(), *PINNED])
-    with pytest.raises(OutOfResources, match=r"needs [\d.]+ GB, [\d.]+ GB more .*activations") as caught:
+    with pytest.raises(OutOfResources, match=r"needs [\d.]+ GB, [\d.]+ GB more ") as caught:
         search_or_suggest_fixes(run, trainable=True)
-    first, head, *lines = str(caught.value).splitlines()
+    first, largest, usable, head, *lines = str(caught.value).splitlines()
     assert first.startswith("no plan fits") and head == "Changes that make it fit, the smallest first:"
+    assert largest.startswith("  its largest parts: activations ") and usable == "  usable is 91% of a device"
     assert [line.split(".")[0].strip() for line in lines] == [str(number) for number in range(1, len(lines) + 1)]
 
 

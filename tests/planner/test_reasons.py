@@ -13,7 +13,7 @@ from meshwright.planner.explain import ROOMIER, SAFER, SIMPLER, STEADIER, limits
 from meshwright.planner.reasons import on_layers, reasons
 from meshwright.planner.search import search
 from meshwright.planner.what_if import what_if
-from meshwright.spec.errors import BadInput
+from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Offload, Plan, Predicted, SchedulePlan
 from meshwright.spec.run import RunSpec
 
@@ -97,12 +97,24 @@ def test_what_a_prediction_cannot_tell_apart_is_said_to_be_so() -> None:
     best = candidate_of(1.0)
     others = [candidate_of(0.993, micro_batch=2), candidate_of(1.001, micro_batch=4), candidate_of(1.2, micro_batch=8)]
     assert reasons(best, others, ask()) == (
-        "micro-batch 1: the best plan found with 8 takes 0.20 s longer; with 2 and with 4 cannot be told apart (within 1%): "
-        "the simpler plan is taken",
+        "micro-batch 1: the best plan found with 8 takes 0.20 s longer; with 2 cannot be told apart (within 1%): the simpler plan is "
+        "taken; with 4 cannot be told apart (within 1%): both are as simple, and the shorter step is taken",
     )
     quick = replace(candidate_of(0.9, micro_batch=2), simulated=False)
     (only,) = reasons(best, [quick], ask())
     assert only.endswith("with 2 cannot be told apart by the quick estimate: the simpler plan is taken")
+
+
+def test_a_reason_has_the_number_of_the_runner_up() -> None:
+    """A simulated plan is among the runner-ups; an estimate that is a little less must not be told instead. A much lower one counts."""
+    best, simulated = (
+        replace(candidate_of(1.0), estimated=1.0),
+        replace(candidate_of(1.04, micro_batch=2), estimated=1.05),
+    )
+    for estimated, told in ((1.033, "40.0 ms"), (1.02, "20.0 ms")):
+        quick = replace(candidate_of(9.0, micro_batch=2, tensor=2), simulated=False, estimated=estimated)
+        sentences = reasons(best, [simulated, quick], ask())
+        assert f"micro-batch 1: the best plan found with 2 takes {told} longer" in sentences
 
 
 @pytest.mark.parametrize("seconds", [0.5, 0.9, 0.98, 0.995, 1.0, 1.005, 1.02, 1.5])
@@ -200,3 +212,17 @@ def test_a_more_complex_plan_names_what_decided_for_it() -> None:
     assert reason_for(best, across) == STEADIER
     assert reason_for(best, full) == ROOMIER
     assert reason_for(best, replace(full, mesh=across.mesh)) == SAFER
+
+
+def test_missing_host_memory_is_told_in_lines_of_one_fact_each() -> None:
+    words = (
+        "model=llama3-70b cluster.gpu=H100 cluster.gpus_per_node=2 cluster.host_memory_gib=256 train.global_batch=64"
+    )
+    with pytest.raises(OutOfResources) as caught:
+        search(load_run(None, words.split()))
+    first, *lines = str(caught.value).splitlines()
+    needed, missing, usable = map(float, re.findall(r"([\d.]+) GB", first))
+    assert needed - missing == pytest.approx(usable, abs=0.11) and usable == pytest.approx(
+        0.8 * 256 * 2**30 / 1e9, abs=0.1
+    )
+    assert lines[0] == "  usable is 80% of cluster.host_memory_gib" and max(map(len, (first, *lines))) < 160

@@ -103,8 +103,8 @@ def test_more_nodes_are_the_next_number_that_divides_the_batch(batch: int, name:
     plan = search(run, trainable=True).best.plan
     grown = [change for change in what_if(run, plan) if "more node" in change.name]
     assert [change.name for change in grown] == [name]
-    assert ("do not divide this mesh" in grown[0].note) == (batch == 16)
-    assert f"FSDP{12 if batch == 24 else 16} " in grown[0].note
+    assert ("one more node does not fit this layout and batch" in grown[0].note) == (batch == 16)
+    assert f"FSDP {12 if batch == 24 else 16} " in grown[0].note
     assert grown[0].tokens_per_second == pytest.approx(batch * 4096 / grown[0].seconds)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from meshwright.spec.job import TrainSpec
 from meshwright.training.numerics import NumericalPolicy, Rollback
 from meshwright.training.train_step import skipping_replicas
 
+RUN = Path("runs/nan")
+
 
 def policy(**settings: str) -> NumericalPolicy:
-    return NumericalPolicy(TrainSpec(steps=100, global_batch=8, **settings))  # pyrefly: ignore
+    return NumericalPolicy(TrainSpec(steps=100, global_batch=8, **settings), RUN)  # pyrefly: ignore
 
 
 def record(step: int, loss: float = 2.0, norm: float = 0.5, limit: float = math.inf) -> dict[str, float]:
@@ -36,12 +39,12 @@ def test_the_device_skips_norms_above_the_limit_and_those_that_are_not_finite() 
 @pytest.mark.parametrize(("action", "kept"), [("skip", False), ("rollback", False), ("rollback_skip", True)])
 def test_a_run_goes_back_if_only_some_replicas_skipped_an_update(action: str, kept: bool) -> None:
     train = TrainSpec(steps=100, global_batch=8, on_nonfinite=action)  # pyrefly: ignore
-    numerics = NumericalPolicy(train, replicas=4)
+    numerics = NumericalPolicy(train, RUN, replicas=4)
     with pytest.raises(Rollback, match="1 of 4 replicas of the model skipped the update") as request:
         numerics.check({"step": 7, "loss": 2.0, "grad_norm": math.nan, "skipping_replicas": 1})
     assert request.value.skips_samples == kept
     with pytest.raises(NumericalFailure, match="the update differs between replicas"):
-        NumericalPolicy(TrainSpec(steps=100, global_batch=8), replicas=4).check(
+        NumericalPolicy(TrainSpec(steps=100, global_batch=8), RUN, replicas=4).check(
             {"step": 7, "loss": 2.0, "grad_norm": math.nan, "skipping_replicas": 1}
         )
 
@@ -58,17 +61,24 @@ def after_good_steps(numerics: NumericalPolicy, steps: int) -> NumericalPolicy:
 def test_a_value_that_is_not_finite_ends_the_run(loss: float, norm: float) -> None:
     applied = "applied" if norm == 0.5 else "not applied"
     with pytest.raises(
-        NumericalFailure, match=rf"step 3: .* not finite .* update was {applied}.*data show RUN --step 3"
+        NumericalFailure, match=rf"step 3: .* not finite .* update was {applied}.*data show runs/nan --step 3"
     ):
         policy().check(record(3, loss, norm))
 
 
+def test_a_failure_has_figures_that_can_be_read_and_says_that_a_repetition_fails() -> None:
+    with pytest.raises(NumericalFailure) as failure:
+        policy().check(record(3, math.nan, 123.45678901234567))
+    assert "(loss nan, gradient norm 123.457)" in str(failure.value)
+    assert "A run that is started again reads the same samples, and this step fails again." in str(failure.value)
+
+
 @pytest.mark.parametrize(
     ("newest", "advice"),
-    [(0, "there is no checkpoint yet, so begin again (--fresh)"), (40, "from the checkpoint of step 40 (name=…")],
+    [(0, "begin again (--fresh)"), (40, "from the checkpoint of step 40 (name=… model.init=checkpoint:runs/nan)")],
 )
 def test_the_advice_after_a_failure_names_a_checkpoint_only_if_there_is_one(newest: int, advice: str) -> None:
-    numerics = NumericalPolicy(TrainSpec(steps=100, global_batch=8), newest_checkpoint=lambda: newest)
+    numerics = NumericalPolicy(TrainSpec(steps=100, global_batch=8), RUN, newest_checkpoint=lambda: newest)
     with pytest.raises(NumericalFailure) as failure:
         numerics.check(record(43, math.nan, math.nan))
     assert advice in str(failure.value) and ("rollback_skip" in str(failure.value)) is (newest > 0)

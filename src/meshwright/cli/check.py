@@ -9,30 +9,41 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.cli.options import Arguments, Json, Runs, read, say
+from meshwright.cli.options import Arguments, Json, Runs, read, say, show, split_arguments
 from meshwright.spec.errors import EXIT_BAD_INPUT, BadConfig, MeshwrightError, Mistake
 
 if TYPE_CHECKING:
     from meshwright.config.reading import RunReading
     from meshwright.launch.refusals import Refusals
+    from meshwright.spec.model import ModelSpec
 
 
 def check(arguments: Arguments = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
     """Check a run without starting it: configuration, data, divisibility, plan, disk, and what it would resume.
 
     Every mistake is reported, not only the first. The exit code is that of the gravest: 2 bad input, 3 out of resources, 4 damaged data.
-    Of a run without mistakes it prints (`support` with --json) what its model can be trained and served with, and what it cannot, with why.
 
-    Example:
+    Without a run file, and with keys of the model alone, only the model is checked, from config.json if it is a folder. The answer says
+    with which axes and formats it can be trained and served, and with which not, with why (with --json: `support`, also of a run).
+
+    Examples:
 
         meshwright check run.yaml --json
+
+        meshwright check model.init=hf:FOLDER
     """
     from meshwright.config.load import mistakes_as_json
     from meshwright.launch.refusals import Refusals
-    from meshwright.spec.support import support_as_plain, support_lines
+    from meshwright.spec.support import support_as_plain
 
     reading = read(arguments, runs)
-    mistakes, code = _mistakes_of(reading, Refusals(reading, runs, say))
+    model_only = _asks_for_the_model(arguments)
+    if model_only:
+        mistakes = [each for each in reading.mistakes if each.key.partition(".")[0] == "model"]
+        code = EXIT_BAD_INPUT * bool(mistakes)
+        say("no run file: only the model is checked; its weights, a corpus, memory and disk are not")
+    else:
+        mistakes, code = _mistakes_of(reading, Refusals(reading, runs, say))
     run = reading.sound_part() if reading.is_sound("model") else None
     if as_json:
         support = {"support": support_as_plain(run.model)} if run else {}
@@ -42,10 +53,27 @@ def check(arguments: Arguments = None, runs: Runs = Path("runs"), as_json: Json 
             say(str(BadConfig(mistakes)))
             say(f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}")
         else:
-            for line in support_lines(run.model) if run else ():
-                say(line)
+            if model_only and run is not None:
+                _show_model(run.model)
             print("ok")
     sys.exit(code)
+
+
+def _asks_for_the_model(arguments: list[str] | None) -> bool:
+    """Return whether there is no run file, and every KEY=VALUE is a key of the model."""
+    path, overrides = split_arguments(arguments)
+    return path is None and all(text.partition("=")[0].partition(".")[0] == "model" for text in overrides)
+
+
+def _show_model(spec: ModelSpec) -> None:
+    """Print what a model can be trained and served with, and what its folder format cannot hold."""
+    from meshwright.families.folder import export_obstacle
+    from meshwright.spec.support import support_lines
+
+    for line in support_lines(spec):
+        show(line)
+    if obstacle := export_obstacle(spec):
+        show(f"{spec.family} can be trained but not exported to a Hugging Face folder: {obstacle}")
 
 
 def find_mistakes(

@@ -13,6 +13,9 @@ import typer
 from meshwright.cli.options import Json, show
 from meshwright.cli.report import find_run
 
+_PLACES = {"start": "as it started", "end": "as it ended"}
+"""How a line names what a rank did outside of its steps."""
+
 
 def incidents(
     run: Annotated[
@@ -44,10 +47,11 @@ def incident_lines(record: Mapping[str, Any]) -> list[str]:
     """Describe one incident in lines of text. `record` is an entry of `launch.incidents.read_incidents`."""
     moment = datetime.fromtimestamp(record["time"]).astimezone().isoformat(" ", "seconds")
     where = "before the first step" if record["step"] is None else f"step {record['step']}"
-    rank = "no rank" if record["rank"] is None else f"rank {record['rank']} on {record['host']}, {record['action']}"
+    action = _PLACES.get(record["action"], f"in {record['action']}")
+    rank = "no single rank" if record["rank"] is None else f"rank {record['rank']} on {record['host']} {action}"
     return [
         f"{moment}  {where}, attempt {record['attempt']}: {record['cause']}",
-        f"  {record['confidence']}: {rank}",
+        f"  cause ({record['confidence']}): {rank}",
         f"  {record['reason']}",
         f"  {record['answer']}",
         f"  evidence in {record['evidence']}",

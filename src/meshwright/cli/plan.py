@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.cli.options import Arguments, Json, check_writable, load, say, split_arguments
 from meshwright.durable.writes import write_durable
+from meshwright.events.waiting import FIRST_SECONDS, telling
 from meshwright.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from meshwright.cli.plan_answer import PlanAnswer
 
 For = Annotated[
     str | None,
@@ -60,7 +64,9 @@ Price = Annotated[
 Chips = Annotated[
     str | None,
     typer.Option(
-        "--chips", metavar="CHIP,CHIP,…", help="The same job on as many devices of each chip, the cheapest first."
+        "--chips",
+        metavar="CHIP,CHIP,…",
+        help="The same job on each chip, on as many devices as the cluster has, the cheapest first; one search for each.",
     ),
 ]
 SoftwareNames = Annotated[
@@ -210,7 +216,7 @@ def plan(
         return
     from meshwright.cli.plan_answer import PlanQuestion, answer_question
     from meshwright.cli.plan_words import remarks
-    from meshwright.launch.prepare import plan_yaml, with_vocabulary
+    from meshwright.launch.prepare import with_vocabulary
     from meshwright.planner.candidate import idle_fields
 
     question = PlanQuestion.of(
@@ -233,9 +239,21 @@ def plan(
     run = load(arguments, starts=False)
     for remark in remarks(run):
         say(remark)
-    answer = answer_question(run if probe else with_vocabulary(run), question, note=say)
+    with telling("measuring plans" if probe else "searching for a plan", say):
+        answer = answer_question(run if probe else with_vocabulary(run), question, note=say)
     for remark in idle_fields(answer.plan):
         say(remark)
+    if question.chips and answer.search_seconds >= FIRST_SECONDS:
+        count = len(question.chips)
+        say(f"--chips: {count} more searches of about {answer.search_seconds:.0f} s")
+    with telling("preparing the answer", say):
+        _write_answer(answer, out, html, as_json=as_json, explain=explain)
+
+
+def _write_answer(answer: PlanAnswer, out: Path | None, html: Path | None, *, as_json: bool, explain: bool) -> None:
+    """Write the plan and the page, and print the answer. Some of its parts are searched for only now."""
+    from meshwright.launch.prepare import plan_yaml
+
     if out is not None:
         write_durable(out, plan_yaml(answer.plan))
     if html is not None:

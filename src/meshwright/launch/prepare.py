@@ -26,6 +26,7 @@ from meshwright.data.stdlib import VOCABULARY, ensure_stdlib, stdlib_folder
 from meshwright.data.step_samples import lengths_of_step
 from meshwright.data.streams.open import lanes_for, stream_tokenizer
 from meshwright.durable.writes import remove_partials, write_durable
+from meshwright.events.waiting import telling
 from meshwright.families.folder import export_obstacle
 from meshwright.launch.corpus import check_tokenizer, check_unchanged
 from meshwright.launch.disk import check_disk
@@ -353,7 +354,8 @@ def training_plan(run: RunSpec, note: Note) -> Plan:
     Raises the errors of `refuse_untrainable`.
     """
     run = on_this_host(run)
-    plan, _ = plan_for(run)
+    with telling("searching for a plan", note):
+        plan, _ = plan_for(run)
     refuse_untrainable(run, plan)
     for sentence in idle_fields(plan):
         note(sentence)

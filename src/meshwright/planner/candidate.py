@@ -143,15 +143,22 @@ class PlanOption:
         return all(getattr(pins_of(run), key) is None for key in self.keys)
 
 
-def nearest_values(best: Candidate, others: Sequence[Candidate], value: Callable[[Plan], object]) -> list[Candidate]:
+def nearest_values(
+    best: Candidate, others: Sequence[Candidate], value: Callable[[Plan], object], tolerance: float = 0.0
+) -> list[Candidate]:
     """Return the fastest plan for each of at most `MAX_COMPARED` other values of an option, the fastest first.
 
-    `value` returns the value of the option in a plan.
+    `value` returns the value of the option in a plan. A plan that was only estimated must be faster than a simulated one by more than
+    the share `tolerance` of the best step.
     """
     fastest: dict[object, Candidate] = {value(best.plan): best}
-    for other in sorted(others, key=lambda other: other.behind(best)):
+
+    def order(other: Candidate) -> float:
+        return other.behind(best) + (0.0 if other.simulated or not tolerance else tolerance * best.seconds)
+
+    for other in sorted(others, key=order):
         fastest.setdefault(value(other.plan), other)
-    return list(fastest.values())[1 : 1 + MAX_COMPARED]
+    return sorted(list(fastest.values())[1:], key=lambda other: other.behind(best))[:MAX_COMPARED]
 
 
 def offloads(plan: Plan) -> bool:

@@ -6,6 +6,7 @@ devices have. They show how much time the limited memory costs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import CONTEXT_AXES, RECOMPUTE_MODES, LayerStrategy, Plan, Predicted, layer_range
 from meshwright.spec.run import RunSpec
+from meshwright.workload.copy_options import copied_options
 
 MOVES = {
     "pipeline": "activations between stages",
@@ -45,6 +47,8 @@ MOVES = {
 """What the ranks of each axis send to each other; "offload" is for copies to host memory."""
 SIMPLER = "the simpler plan is taken"
 """Why a plan wins a tie if it is simpler."""
+SHORTER = "both are as simple, and the shorter step is taken"
+"""Why a plan wins a tie if neither plan is simpler."""
 ROOMIER = "the plan that leaves more memory free is taken"
 """Why a plan wins a tie although it is not simpler: the other plan needs more memory."""
 STEADIER = "the plan that loses less on a slower network is taken"
@@ -136,7 +140,9 @@ def reason_against(run: RunSpec, best: Candidate, other: Candidate) -> str:
         return _first_extra_cost(best.plan, other.plan)
     behind = other.behind(best)
     if why := why_not_distinguished(best, other):
-        return f"{why}: {reason_for(best.plan, other.plan) if behind < 0 else _first_extra_cost(best.plan, other.plan)}"
+        reason = reason_for(best.plan, other.plan) if behind < 0 else _first_extra_cost(best.plan, other.plan)
+        extra = _extra_features(best.plan, other.plan) if reason == SIMPLER else []
+        return f"{why}: {reason}" + (f"; this one has {', '.join(extra)}" if extra else "")
     if other.simulated != best.simulated:
         return f"{_difference_text(behind)} by the quick estimate, slower than similar plans"
     worse = _slower_parts(best_prediction, other_prediction)
@@ -146,6 +152,8 @@ def reason_against(run: RunSpec, best: Candidate, other: Candidate) -> str:
 
 def reason_for(best: Plan, other: Plan) -> str:
     """Return why `best` wins if the times of the two plans cannot be distinguished (`finalists.simplest`)."""
+    if complexity(best) == complexity(other) and _seconds_of(best) <= _seconds_of(other) < math.inf:
+        return SHORTER
     if complexity(best) <= complexity(other):
         return SIMPLER
     fuller = peak_bytes(other) > peak_bytes(best) and any(len(stages) > 1 for stages in other.schedule.stages)
@@ -153,6 +161,29 @@ def reason_for(best: Plan, other: Plan) -> str:
     if fuller == crosses:
         return SAFER
     return ROOMIER if fuller else STEADIER
+
+
+def _seconds_of(plan: Plan) -> float:
+    """Return the predicted seconds of a step; infinite if they are not known."""
+    return plan.predicted.step_seconds or math.inf if plan.predicted else math.inf
+
+
+def _extra_features(best: Plan, other: Plan) -> list[str]:
+    """Return what makes `other` more complex than `best` (`finalists.complexity`), as texts."""
+
+    def features(plan: Plan) -> dict[str, None]:
+        layers = [f"recompute {layer.recompute}" for layer in plan.layers if layer.recompute != "none"]
+        layers += [f"offload {layer.offload}" for layer in plan.layers if layer.offload != "none"]
+        layers += ["gradients kept whole" for layer in plan.layers if layer.gradients == "whole"]
+        copies = [f"{option.transfer_name} by copy engines" for option in copied_options(plan)]
+        return dict.fromkeys([*layers, *copies])
+
+    fewer = features(best)
+    axes, more_axes = (sum(axis.size > 1 for axis in plan.mesh) for plan in (best, other))
+    extra = [f"{more_axes} axes"] if more_axes > axes else []
+    extra += [text for text in features(other) if text not in fewer]
+    count = len(other.layers)
+    return extra + ([f"{count} ranges of layers that differ"] if count > len(best.layers) else [])
 
 
 def why_not_distinguished(best: Candidate, other: Candidate) -> str:
@@ -175,8 +206,14 @@ def why_not_distinguished(best: Candidate, other: Candidate) -> str:
 
 
 def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> str:
-    """Return a sentence about the pipeline rank of `plan` that exceeds its usable memory most: by how much, and its
-    largest categories.
+    """Return a sentence with both parts of `shortfall_parts`."""
+    need, largest = shortfall_parts(run, plan, usable_bytes)
+    return f"{need} ({largest})"
+
+
+def shortfall_parts(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> tuple[str, str]:
+    """Return texts about the pipeline rank of `plan` that exceeds its usable memory most: by how much, and its largest
+    categories.
 
     `usable_bytes` is the usable memory of a device, by default the usual share of the cluster's.
     """
@@ -187,12 +224,12 @@ def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> st
     need = needs[rank]
     usable = limits[rank]
     by_category = sorted(bytes_by_rank[rank].items(), key=lambda item: -item[1])
-    largest = ", ".join(f"{category} {size / 1e9:.1f}" for category, size in by_category[:3])
+    largest = ", ".join(f"{category} {size / 1e9:.1f}" for category, size in by_category[:3]) + " GB"
     rank_name = f"pipeline rank {rank}" if len(bytes_by_rank) > 1 else "a rank"
     if need <= usable:
-        return f"{rank_name} needs {need / 1e9:.1f} GB of the usable {usable / 1e9:.1f} GB ({largest} GB)"
+        return f"{rank_name} needs {need / 1e9:.1f} GB of the usable {usable / 1e9:.1f} GB", largest
     excess = f"{(need - usable) / 1e9:.1f} GB more than the usable {usable / 1e9:.1f} GB"
-    return f"{rank_name} needs {need / 1e9:.1f} GB, {excess} ({largest} GB)"
+    return f"{rank_name} needs {need / 1e9:.1f} GB, {excess}", largest
 
 
 def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
@@ -244,7 +281,7 @@ def _slower_parts(best_prediction: Predicted, other_prediction: Predicted) -> Ma
 def _first_extra_cost(best: Plan, other: Plan) -> str:
     """Return the first setting that costs time or memory in `other` and not in `best`.
 
-    It is for plans whose predicted seconds are equal or unknown.
+    It is for plans whose predicted seconds are equal or unknown. If there is none, the result is that of `reason_for`.
     """
     best_layer = best.layers[0]
     other_layer = other.layers[0]
@@ -264,7 +301,7 @@ def _first_extra_cost(best: Plan, other: Plan) -> str:
             f"needs {(peak_bytes(other) - peak_bytes(best)) / 1e9:.1f} GB more",
         ),
     )
-    return next((text for applies, text in costs if applies), SIMPLER)
+    return next((text for applies, text in costs if applies), None) or reason_for(best, other)
 
 
 def _compute_text(predicted: Predicted, seconds: float) -> str:

@@ -28,9 +28,10 @@ from meshwright.planner.explain import (
     on_layers,
     reason_for,
     seconds_text,
-    shortfall,
+    shortfall_parts,
     why_not_distinguished,
 )
+from meshwright.planner.finalists import SAME_TIME_TOLERANCE
 from meshwright.planner.layout_search import LAYOUT_OPTIONS
 from meshwright.planner.moves import MOVES, Move
 from meshwright.schedules.registry import entry_of, refusal
@@ -103,7 +104,10 @@ def _compare_values(
     It states how much longer those plans take, or why their times cannot be distinguished. `value` returns the value of
     the setting in a plan.
     """
-    compared = [(value(other.plan), other) for other in nearest_values(best, others, value)]
+    # The runner-ups are simulated plans. An estimate that differs from theirs only by its error would be another number
+    # for the same thing.
+    nearest = nearest_values(best, others, value, SAME_TIME_TOLERANCE)
+    compared = [(value(other.plan), other) for other in nearest]
     if not compared:
         return ""
     slower = [
@@ -200,21 +204,23 @@ def _guess_suffix(run: RunSpec) -> str:
 
 
 def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> str:
-    """Return why no plan fits into `budget` bytes per device. The text describes the plan that needs least memory."""
+    """Return why no plan fits into `budget` bytes per device, in lines of one fact each. They describe the plan that needs
+    least memory.
+    """
     smallest = min(
         candidates, key=lambda candidate: (host_excess_bytes(run, candidate.plan), peak_bytes(candidate.plan))
     ).plan
+    need, largest = shortfall_parts(run, smallest, budget)
+    lines = [need, f"its largest parts: {largest}", f"usable is {HEADROOM:.0%} of a device"]
     if over := host_excess_bytes(run, smallest):
-        host_text = (
-            f"offloaded data exceeds the usable {host_budget(run) / 1e9:.1f} GB of each host by {over / 1e9:.1f} GB"
-        )
-        device_text = f", and {shortfall(run, smallest, budget)}" if any(overfull_ranks(run, smallest, budget)) else ""
-        limit = f"{HOST_HEADROOM:.0%} of cluster.host_memory_gib{_guess_suffix(run)}"
-        return f"no plan fits into memory: in the plan that needs least, {host_text} ({limit}){device_text}"
-    return (
-        f"no plan fits into memory: in the plan that needs least, {shortfall(run, smallest, budget)}; "
-        f"a plan may use {HEADROOM:.0%} of a device"
-    )
+        usable = host_budget(run)
+        needs = f"offloaded data needs {(usable + over) / 1e9:.1f} GB of each host"
+        host_lines = [
+            f"{needs}, {over / 1e9:.1f} GB more than the usable {usable / 1e9:.1f} GB",
+            f"usable is {HOST_HEADROOM:.0%} of cluster.host_memory_gib{_guess_suffix(run)}",
+        ]
+        lines = host_lines + (lines if any(overfull_ranks(run, smallest, budget)) else [])
+    return "no plan fits into memory: in the plan that needs least, " + "\n  ".join(lines)
 
 
 def no_layout(run: RunSpec) -> str:

@@ -194,8 +194,8 @@ def _more_nodes(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> Ch
         larger_plan = _search_plan(larger, trainable) if searched else _with_more_data_ranks(larger, plan)
         if larger_plan is None:
             continue
-        why_skipped = "have no plan" if searched else "do not divide this mesh"
-        skipped_sizes = f"; {nodes + 1} nodes {why_skipped}" if more > nodes + 1 else ""
+        why_skipped = "has no plan" if searched else "does not fit this layout and batch"
+        skipped_sizes = f"; one more node {why_skipped}" if more > nodes + 1 else ""
         added = "one more node" if more == nodes + 1 else f"{more - nodes} more nodes"
         return _change(
             f"{added} ({more} × {run.cluster.gpus_per_node} GPUs)",

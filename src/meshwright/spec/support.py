@@ -28,6 +28,10 @@ RANKS = range(2, 9)
 """Numbers of ranks of an axis that are tried. The axis is supported if one of them suits the model."""
 EXPERT = "expert"
 """The key of expert ranks, which are no axis of the mesh."""
+EXPERT_RANKS = "expert ranks"
+"""The engine's ranks with different experts."""
+MTP = "mtp"
+"""Drafts by the model's own modules that predict further tokens."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,10 @@ def serving_support(spec: ModelSpec) -> tuple[Support, ...]:
     formats["fp8"] = formats["fp8"] or fp8_sizes_error(spec)
     return (
         Support("tensor ranks", _first_error(lambda ranks: split_error(spec, ranks))),
-        Support("expert ranks", _first_error(lambda ranks: experts_error(spec, ranks))),
+        Support(EXPERT_RANKS, _first_error(lambda ranks: experts_error(spec, ranks))),
         *(Support(f"{name} weights", error) for name, error in formats.items()),
         Support("invariant results on a GPU", invariant_error(spec)),
-        Support("mtp", predictions_error(spec, 1)),
+        Support(MTP, predictions_error(spec, 1)),
         Support("fast single decodes on a CPU", single_decode_obstacle(spec)),
     )
 
@@ -68,11 +72,15 @@ def serving_support(spec: ModelSpec) -> tuple[Support, ...]:
 def support_lines(spec: ModelSpec) -> Iterator[str]:
     """Yield the lines of training, then those of the engine: what the model can have, and one line for each feature that it
     cannot have, with the reason.
+
+    Features of a part that the model does not have, experts or modules that predict further tokens, are left out.
     """
+    absent = {EXPERT, EXPERT_RANKS} if not spec.experts else set[str]()
+    absent |= {MTP} if not spec.prediction_depth else set[str]()
     for verb, found in (("trained", training_support(spec)), ("served", serving_support(spec))):
         yield f"{spec.family} can be {verb} with {', '.join(each.feature for each in found if each.refusal is None)}"
         for each in found:
-            if each.refusal is not None:
+            if each.refusal is not None and each.feature not in absent:
                 yield f"  not with {each.feature}: {each.refusal.removeprefix(f'{each.feature}: ')}"
 
 

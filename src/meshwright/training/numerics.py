@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from meshwright.parallel.token_exchange import check_received_rows
@@ -52,15 +54,17 @@ class NumericalPolicy:
     def __init__(
         self,
         train: TrainSpec,
+        folder: Path,
         skip_samples: tuple[SampleRange, ...] = (),
         replicas: int = 1,
         newest_checkpoint: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`replicas` is the number of copies of the model (ranks along the axis `replicate`).
+        """`folder` is the run's folder, and `replicas` the number of copies of the model (ranks along the axis `replicate`).
 
-        `newest_checkpoint` returns the step of the run's newest checkpoint, 0 if there is none; the message of a failure names it.
+        `newest_checkpoint` returns the step of the run's newest checkpoint, 0 if there is none. The message of a failure names it.
         """
         self._train = train
+        self._folder = folder
         self._newest_checkpoint = newest_checkpoint
         self._replicas = replicas
         self.skip_samples = skip_samples
@@ -125,8 +129,9 @@ class NumericalPolicy:
         applied = "was not applied" if skips else "was applied"
         applied = "differs between replicas" if differ else applied
         raise NumericalFailure(
-            f"{cause}; the update {applied}. `meshwright data show RUN --step {step}` names what the step read. The same command would "
-            f"come to the same step: {_remedy(verdict, self._newest_checkpoint())}"
+            f"{cause}; the update {applied}. `meshwright data show {os.path.relpath(self._folder)} --step {step}` names what the step "
+            "read. A run that is started again reads the same samples, and this step fails again. To avoid it, "
+            f"{_remedy(verdict, self._newest_checkpoint(), self._folder)}"
         )
 
     def count_rollback(self, target: int, cause: str) -> None:
@@ -154,19 +159,19 @@ class NumericalPolicy:
         return f"{cause}; the update was skipped"
 
 
-def _remedy(verdict: Verdict, newest_checkpoint: int) -> str:
+def _remedy(verdict: Verdict, newest_checkpoint: int, folder: Path) -> str:
     """What to change after a failure. Without a checkpoint there is nothing to go back to, and the run starts anew."""
     slower = "with a lower train.learning_rate or a longer train.warmup_steps"
     if not newest_checkpoint:
-        return f"there is no checkpoint yet, so begin again (--fresh) {slower}; checkpoint.every=N writes some to go back to"
+        return f"begin again (--fresh) {slower}; there is no checkpoint yet, and checkpoint.every=N writes some to go back to"
     return (
         f"set train.on_{verdict}=rollback_skip to leave out these samples, or start another run from the checkpoint of step "
-        f"{newest_checkpoint} (name=… model.init=checkpoint:RUN) {slower}"
+        f"{newest_checkpoint} (name=… model.init=checkpoint:{os.path.relpath(folder)}) {slower}"
     )
 
 
 def _cause(record: Mapping[str, Any], verdict: Verdict) -> str:
-    values = f"loss {record['loss']}, gradient norm {record['grad_norm']}"
+    values = f"loss {record['loss']:.6g}, gradient norm {record['grad_norm']:.6g}"
     if verdict == "spike":
         return f"step {record['step']}: spike ({values})"
     bad = [key for key in ("loss", "grad_norm") if not math.isfinite(record[key])]

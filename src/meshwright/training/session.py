@@ -278,7 +278,7 @@ def open_session(
     if session.replay is not None and session.decisions is not None and session.decisions.owners is not None:
         session.replay.positions = session.decisions.owners.positions
     session.numerics = NumericalPolicy(
-        run.train, assignment.skip_samples, mesh.axis_size("replicate"), lambda: newest_step(session.folder)
+        run.train, folder, assignment.skip_samples, mesh.axis_size("replicate"), lambda: newest_step(session.folder)
     )
     if run.model.adapter is not None:  # checkpoints do not have the frozen weights
         session.base = load_base(engine, run.model, run.model.init, run.seed)
