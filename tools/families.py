@@ -6,6 +6,8 @@ of the family's models (`spec.support`).
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import get_args
@@ -27,6 +29,7 @@ from tests.serve import test_transformers
 from tools.features import parametrized
 
 from meshwright.families.registry import FAMILIES, RELEASES
+from meshwright.families.text_part import SAME_AS
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import AxisName, Plan
 from meshwright.spec.support import EXPERT, serving_support, training_support
@@ -154,6 +157,27 @@ def cell(family: str, feature: str) -> tuple[str, str | None]:
     return ("some" if refusal else "yes"), refusal
 
 
+PLAIN = {
+    r"no key, as the model is dense .*": "The model has no experts that ranks could divide.",
+    r"model\.sliding_window = none .*": "Some layers have a sliding window. Hybrid ranks divide long samples, in whose "
+    "attention every token sees all tokens before it.",
+    r"a divisor of model\.experts = (\d+), as .*": r"Tensor ranks hold different experts, so their number must divide that "
+    r"of the experts, here \1, and that of the heads.",
+    r"fp8 is not for experts .*": "fp8 weights do not work for experts with biases or clamped SwiGLU; bf16 does.",
+}
+"""What the rules say of a refusal, as regular expressions, and the same for a reader of the page."""
+
+
+def in_plain_words(feature: str, refusal: str) -> str:
+    """The reason of a refusal for a reader of the page, who has no run before them. Raises LookupError for one without such words."""
+    if feature in FAST_PATHS:
+        return f"The fast path does not compute {refusal}."
+    found = next((match.expand(words) for rule, words in PLAIN.items() if (match := re.fullmatch(rule, refusal))), None)
+    if found is None:
+        raise LookupError(f"{feature}: {refusal}: add plain words for the page of families")
+    return found
+
+
 FAST_PATHS = ("fast single decodes on a CPU",)
 """Features that decide how something is computed, and not whether: the tests of serving are of both ways."""
 
@@ -169,7 +193,7 @@ def table() -> tuple[list[str], list[str]]:
             if refusal is None:
                 cells.append(word)
                 continue
-            sentence = f"{COLUMNS[feature]}: {refusal}"
+            sentence = f"{COLUMNS[feature]}: {in_plain_words(feature, refusal)}"
             if sentence not in sentences:
                 sentences.append(sentence)
             cells.append(f"{word} [{sentences.index(sentence) + 1}]")
@@ -182,8 +206,12 @@ TEXT = """\
 # Families
 
 What can each model family do? Each *yes* has a test of the family, listed below. *No* and *some* (of its models) have
-the number of the sentence with which `check`, `train` or `serve` refuses the others before the start.
-`meshwright check model.init=hf:FOLDER` says the same of one model. [What the families are](models.md#families).
+the number of the reason below the table. `check`, `train` and `serve` refuse the others before the start, and
+`meshwright check model.init=hf:FOLDER` says what one model can have. [What the families are](models.md#families).
+
+The text part of a model that reads images has the row of its family. It is the word `model_type` in `text_config` of
+its config.json, but for these:
+{parts}.
 
 {table}
 
@@ -215,7 +243,13 @@ def page() -> str:
             shown[head].append(test)
     return TEXT.format(
         table="\n".join(lines),
-        notes="\n".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences, 1)),
+        notes="\n".join(
+            textwrap.fill(f"{number}. {sentence}", 118, subsequent_indent="   ", break_on_hyphens=False)
+            for number, sentence in enumerate(sentences, 1)
+        ),
+        parts=textwrap.fill(
+            "; ".join(f"`{part.removesuffix('_text')}`: `{family}`" for part, family in SAME_AS.items()), 118
+        ),
         version="5",
         older=VERSION.rstrip("."),
         newer=" and ".join(f"`{family}`" for family in sorted(NEWER)),

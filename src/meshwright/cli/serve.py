@@ -45,7 +45,7 @@ def serve(
 
         meshwright serve runs/quickstart
 
-        meshwright serve exported-model --host 0.0.0.0 --api-key KEY
+        MESHWRIGHT_API_KEY=KEY meshwright serve exported-model --host 0.0.0.0
 
         meshwright serve exported-model --plan deployment.yaml
     """

@@ -486,7 +486,8 @@ def _stage_order(
     table = tuple(map(tuple, stages or ()))
     wrong: list[str] = []
     # Without a given schedule, try one schedule for each order of stages: the same order on every rank, or a V.
-    for name in (schedule,) if schedule else _schedule_of_each_order(table):
+    names = (schedule,) if schedule else _schedule_of_each_order(table)
+    for name in names:
         try:
             stage_table(SchedulePlan(name=name, stages=table), pipeline, layers)
         except ValueError as error:

@@ -228,7 +228,8 @@ def mistakes_as_json(mistakes: Iterable[Mistake] = ()) -> dict[str, Any]:
 def _embedded_values(document: YamlDocument) -> Iterator[tuple[KeyPath, str]]:
     """Yield (path, value as text) of each key whose value comes from the quick start, its preset or a chip."""
     for section, value in document.data.items():
-        for key, inner in value.items() if isinstance(value, dict) else ((None, value),):
+        keys = value.items() if isinstance(value, dict) else [(None, value)]
+        for key, inner in keys:
             path: KeyPath = (section,) if key is None else (section, key)
             is_embedded = path in document.values and document.values[path].file == EMBEDDED
             if is_embedded and (section != "model" or key == "preset"):
@@ -345,8 +346,9 @@ def _keys_of(section: str, inner: Any) -> dict[str, Any]:
     keys = {f"{section}.{key}": value for key, value in inner.items()}
     if section not in ("rl", "preference"):
         return keys
-    for key in ("reward", "kl") if section == "rl" else ():
-        keys |= _keys_of(f"rl.{key}", keys.pop(f"rl.{key}"))
+    if section == "rl":
+        for key in ("reward", "kl"):
+            keys |= _keys_of(f"rl.{key}", keys.pop(f"rl.{key}"))
     return {section: "a section", **keys}
 
 

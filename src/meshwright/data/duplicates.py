@@ -56,7 +56,8 @@ def find_duplicates(units: Sequence[SignedUnit], similarity: float | None) -> Du
     near = similarity is not None
     exact = _pairs(units, starts, near, EXACT_BAND)
     alike = np.zeros(0, np.uint64)
-    for band in range(BANDS if near else 0):
+    bands = BANDS if near else 0
+    for band in range(bands):
         alike = distinct(np.concatenate([alike, _pairs(units, starts, near, band)]))
     sets = _Sets(units, starts) if near else None
     return _removed(exact, np.setdiff1d(alike, exact), sets, similarity)

@@ -32,7 +32,7 @@ from meshwright.spec.errors import BadInput, MeshwrightError
 JOB = "job.json"
 """Name of the file that describes the job."""
 FAILURES = (MeshwrightError, EncodersDiffer, OSError)
-"""Errors that a unit may raise. A worker sends one as `failure` describes it, and the main process raises it again with `raised`."""
+"""Errors that a unit may raise. A worker sends one as `failure` describes it, and the main process raises it again (`error_of`)."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def failure(error: Exception) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error)}
 
 
-def raised(answer: dict[str, Any]) -> Exception:
-    """Make the error again that `failure` described."""
+def error_of(answer: dict[str, Any]) -> Exception:
+    """Return the error that `failure` described as `answer`, as an exception that can be raised."""
     kind = answer["error"]
     message = answer["message"]
     if kind == "OSError":

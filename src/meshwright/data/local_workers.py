@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import IO
 
 import meshwright
-from meshwright.data.jobs import raised
+from meshwright.data.jobs import error_of
 from meshwright.durable.writes import remove_partials
 from meshwright.spec.errors import OutOfResources
 
 AHEAD = 2
 """Units that a worker has at a time. With two, it begins the next unit while the main process writes shards."""
 MOST_DEATHS = 3
-"""Processes that may die while they do one unit. After that many, the preparation ends with an error."""
+"""Processes that may die while they do the same unit. After that many, the job ends with an error."""
 
 
 def run_locally(folder: Path, units: Iterable[int], processes: int) -> Iterator[int]:
@@ -39,9 +39,10 @@ def run_locally(folder: Path, units: Iterable[int], processes: int) -> Iterator[
             while waiting and len(running) < processes:
                 running.append(_Process(folder))
                 selector.register(running[-1].output, selectors.EVENT_READ, running[-1])
-            for count in range(AHEAD):
+            # Give out units in rounds, so that every process has one unit before any process has two.
+            for units_before in range(AHEAD):
                 for process in running:
-                    if waiting and len(process.units) == count:
+                    if waiting and len(process.units) == units_before:
                         process.give(waiting.popleft())
             for key, _ in selector.select():
                 process = key.data
@@ -117,7 +118,7 @@ class _Process:
         for line in lines:
             answer = json.loads(line)
             if "error" in answer:
-                raise raised(answer)
+                raise error_of(answer)
             self.units.remove(answer["unit"])
             yield answer["unit"]
 

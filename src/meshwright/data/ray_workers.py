@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.chunks import read_record
-from meshwright.data.jobs import FAILURES, JOB, EncodeJob, failure, raised
+from meshwright.data.jobs import FAILURES, JOB, EncodeJob, error_of, failure
 from meshwright.spec.errors import BadInput, OutOfResources
 
 AHEAD = 2
@@ -61,12 +61,12 @@ def run_on_ray(folder: Path, units: Sequence[int], address: str) -> Iterator[int
 def _run(ray: Any, folder: Path, units: Sequence[int], address: str) -> Iterator[int]:
     """Submit the units to the cluster, a limited number at a time, and yield the number of each that is done."""
     task = ray.remote(max_calls=CALLS_OF_A_WORKER, max_retries=RETRIES, num_cpus=1)(run_unit)
-    most = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
+    most_running = AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
     waiting = deque(units)
     running = dict[Any, int]()
     try:
         while waiting or running:
-            while waiting and len(running) < most:
+            while waiting and len(running) < most_running:
                 unit = waiting.popleft()
                 running[task.remote(str(folder), unit)] = unit
             (done, *_), _ = ray.wait(list(running))
@@ -78,7 +78,7 @@ def _run(ray: Any, folder: Path, units: Sequence[int], address: str) -> Iterator
                     f"--ray {address}: {RETRIES + 1} workers died while they did unit {unit}: {error}"
                 ) from error
             if answer is not None:
-                raise raised(answer)
+                raise error_of(answer)
             if read_record(folder, unit) is None:
                 raise BadInput(
                     f"{folder}: a worker of the cluster wrote unit {unit} here, and this host does not see it; choose an --out on a file "
@@ -86,9 +86,9 @@ def _run(ray: Any, folder: Path, units: Sequence[int], address: str) -> Iterator
                 )
             yield unit
     finally:
-        for left in running:
+        for unfinished in running:
             with suppress(Exception):  # The cluster may have ended.
-                ray.cancel(left, force=True)
+                ray.cancel(unfinished, force=True)
 
 
 def run_unit(folder: str, unit: int) -> dict[str, Any] | None:

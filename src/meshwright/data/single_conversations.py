@@ -44,7 +44,7 @@ class SingleConversations:
 
     @property
     def longest_question(self) -> int:
-        """The most tokens that any conversation has before its last answer."""
+        """Maximum number of tokens that any conversation has before its last answer."""
         return int(self._answers[:, 0].max(initial=0))
 
     def read(self, window: int) -> TokenizedConversation:

@@ -510,7 +510,8 @@ class _FolderFiles:
     def _ids_of(self, values: Mapping[str, Any], key: str) -> Iterator[int]:
         """The valid ids under `key`, which may be one id or a list. Ids that the tokenizer does not have are left out."""
         value = values.get(key)
-        for id in value if isinstance(value, list) else [value]:
+        ids = value if isinstance(value, list) else [value]
+        for id in ids:
             whole = isinstance(id, int) and not isinstance(id, bool) and 0 <= id < 2**31
             if whole and self._tokenizer.id_to_token(id) is not None:
                 yield id

@@ -119,7 +119,9 @@ def _message_needs(schedule: Schedule, sends_ahead: int | None) -> dict[tuple[in
     for rank, actions in enumerate(schedule.actions):
         consumed: set[tuple[int, int, int]] = set()
         for index, action in enumerate(actions):
-            for part in action.parts if action.op in COMPUTE else ():
+            if action.op not in COMPUTE:
+                continue
+            for part in action.parts:
                 stage = source_stage(part, len(rank_of))
                 if stage is None or rank_of[stage] == rank:
                     continue

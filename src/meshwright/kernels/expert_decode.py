@@ -14,9 +14,12 @@ from meshwright.kernels.row_quantize import RoundedMatrix
 from meshwright.spec.serving_limits import MOST_COPIES, MOST_EXPERTS
 
 MOST_TOKENS = 512
-"""The most tokens: each program looks through all tokens to find the rows of its expert."""
+"""Maximum number of tokens that the kernels compute at a time: each program looks through all tokens to find the rows of its expert."""
 MOST_ROWS = 32
-"""The most rows per expert on average. Up to this number most experts have one tile of rows, so their weights are read once."""
+"""Maximum of the mean number of rows of an expert.
+
+Up to this number, nearly all experts have one tile of rows, so their weights are read once.
+"""
 
 
 class Routing(NamedTuple):
@@ -63,7 +66,7 @@ def has_kernels(dtype: torch.dtype, experts: int, copies: int) -> bool:
 
 
 def most_tokens(experts: int, copies: int) -> int:
-    """Return the most tokens that the kernels compute at a time. With 128 experts and 8 copies: min(512, 32 · 128 / 8) = 512."""
+    """Return how many tokens the kernels can compute at a time. With 128 experts and 8 copies: min(512, 32 · 128 / 8) = 512."""
     return max(1, min(MOST_TOKENS, MOST_ROWS * experts // copies))
 
 

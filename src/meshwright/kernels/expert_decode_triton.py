@@ -33,11 +33,11 @@ from meshwright.kernels.row_quantize import RoundedMatrix
 ROUTER_INNER = 128
 """Numbers of a row that one program of the router's kernel multiplies."""
 ROUTER_TOKENS = 8
-"""Most tokens of a program of the router's kernel."""
+"""Maximum number of tokens of a program of the router's kernel."""
 ROUTER_WARPS = 8
 """Warps of a program of the router's kernel."""
 MOST_ROWS = 64
-"""Most rows of a tile: with more rows an expert reads its weights again."""
+"""Maximum number of rows of a tile: with more rows an expert reads its weights again."""
 STEPS_AHEAD = 4
 """`ExpertLaunch.ahead` of steps in which most experts have rows."""
 SURE_ROWS = 4

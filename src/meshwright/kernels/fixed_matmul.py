@@ -55,8 +55,8 @@ def inner_splits(columns: int, inner: int, itemsize: int) -> int:
     tiles, so 128 // 64 = 2 parts.
     """
     tiles = -(-inner * itemsize // TILE_BYTES)
-    most = min(PROGRAMS // max(1, -(-columns // TILE_COLUMNS)), tiles // MIN_TILES, MAX_SPLITS)
-    return 1 << (max(most, 1).bit_length() - 1)
+    parts_limit = min(PROGRAMS // max(1, -(-columns // TILE_COLUMNS)), tiles // MIN_TILES, MAX_SPLITS)
+    return 1 << (max(parts_limit, 1).bit_length() - 1)
 
 
 def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -20,7 +20,10 @@ from meshwright.spec.errors import BadInput
 
 LEAST_WIDTH = 64
 MOST_WIDTH = 16384
-"""Least and most elements of a row that one program of `grouped_copies_triton` moves: a cache line of bf16, and what registers can hold."""
+"""Minimum and maximum number of elements of a row that one program of `grouped_copies_triton` moves.
+
+The minimum is a cache line of bf16. The maximum is what registers can hold.
+"""
 
 
 class ExpertOrder(NamedTuple):

@@ -22,7 +22,7 @@ from meshwright.kernels.grouped import groups_of
 LARGEST = 127
 """Largest magnitude of a value; -128 is not used."""
 MOST_INPUTS = (2**31 - 1) // LARGEST**2
-"""Most inputs of a matmul: 127 · 127 · MOST_INPUTS fits 32 bits."""
+"""Maximum number of inputs of a matmul: 127 · 127 · MOST_INPUTS fits 32 bits."""
 MIN_MAGNITUDE = 2.0**-100
 """Lower bound of the largest magnitude, so that a row of zeros gets a scale above 0."""
 

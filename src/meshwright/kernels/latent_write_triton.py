@@ -9,7 +9,7 @@ from torch import Tensor
 from meshwright.kernels.rope import RotaryTables
 
 MAX_HEADS = 16
-"""Most heads of a token that one program rotates."""
+"""Maximum number of heads of a token that one program rotates."""
 
 
 def rotate_write_latents(

@@ -24,7 +24,7 @@ from meshwright.kernels.rope import RotaryTables, rotate, rotate_neighbours
 PROGRAMS_PER_PROCESSOR = 4
 """Programs of the decode kernel that each multiprocessor should get at least, if contexts are long."""
 MAX_SPLITS = 32
-"""Most parts of a context: the second kernel reads the results of all."""
+"""Maximum number of parts of a context: the second kernel reads the results of all."""
 MIN_SPLIT_TOKENS = 64
 """Fewest tokens of a part: one tile."""
 FULL_SHARE = 0.95
@@ -38,7 +38,7 @@ with contexts of 1,056 tokens. A program converts fp8 numbers itself, so fp8 nee
 LARGE_TILES = ((0.95, 1.75), (2.5, 3.0))
 """Ranges of programs per multiprocessor in which large tiles of bf16 are faster: one or two such programs then fill each."""
 INVARIANT_SPLITS = 16
-"""Most parts of a context in invariant mode. Its own length alone decides how many it has."""
+"""Maximum number of parts of a context in invariant mode. Its own length alone decides how many it has."""
 INVARIANT_PART = 256
 """Fewest tokens of a part in invariant mode."""
 

@@ -43,7 +43,8 @@ def allocate_pinned(owner: object, size: int, purpose: str, *, in_parts: bool = 
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     # This allocates the pages with all threads of the rank; cudaHostRegister would do it with one thread, much more slowly.
     buffer.zero_()
-    for part in buffer.split(PIN_BYTES) if in_parts else (buffer,):
+    parts = buffer.split(PIN_BYTES) if in_parts else (buffer,)
+    for part in parts:
         if not pin_pages(owner, part):
             raise _pinning_error(part.nbytes, purpose)
     return buffer[:size]

@@ -1,6 +1,9 @@
 """The choice of experts for tokens by one kernel, which computes experts, weights, probabilities and loads in one pass over the logits.
 
-`models.moe` computes the same with torch's operators, for other devices, for groups of experts and for replayed loads.
+`models.moe` computes the same with torch's operators. They are used on other devices, for routers with groups of experts, and if experts
+are chosen so that they get recorded loads (`parallel.replayed_routing`).
+
+In tensor shapes, `copies` is the number of experts that each token chooses: the token is copied to each of them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ class ExpertChoice(NamedTuple):
     """The experts that tokens choose.
 
     - `weights` `(batch, seq, copies)`: the factor of each chosen expert's output. Differentiable.
-    - `chosen` `(batch, seq, copies)`: the experts.
+    - `chosen` `(batch, seq, copies)`: the indices of the chosen experts.
     - `probability_sums` `(batch, experts)`: the sum of each expert's probabilities over a sequence. Differentiable.
     - `loads` `(batch, experts)`: how often a sequence chooses each expert.
     """
@@ -110,16 +113,18 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, bias, sigmoid, _, *options = inputs
-    ctx.options = sigmoid, bias is not None, *options
-    ctx.save_for_backward(logits, output[1])
+    logits, bias, sigmoid, _copies, normalised, scale = inputs
+    _weights, chosen, _sums, _loads = output
+    ctx.options = sigmoid, bias is not None, normalised, scale
+    ctx.save_for_backward(logits, chosen)
 
 
 def _autograd_backward(
     ctx: Any, weights_grad: Tensor, chosen_grad: None, sums_grad: Tensor, loads_grad: None
 ) -> tuple[Tensor | None, ...]:
     del chosen_grad, loads_grad
-    return _choose_experts_backward(weights_grad, sums_grad, *ctx.saved_tensors, *ctx.options), *5 * (None,)
+    logits_grad = _choose_experts_backward(weights_grad, sums_grad, *ctx.saved_tensors, *ctx.options)
+    return logits_grad, None, None, None, None, None
 
 
 _choose_experts.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -64,7 +64,9 @@ class _Tiled(torch.autograd.Function):
             None if first_bias is None else first_bias_grad,
             second_grad,
             None if second_bias is None else second_bias_grad,
-            *(None,) * 3,
+            None,
+            None,
+            None,
         )
 
 

@@ -2,6 +2,8 @@
 
 A router sends each token to the experts with the highest scores. No token is dropped, however uneven the experts' loads are. The host does
 not wait for the device.
+
+In tensor shapes, `copies` is the number of experts that each token chooses (top-k): the token is copied to each of them.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ class RoutedOutput(NamedTuple):
     """The output of an MoE layer or block, with the losses and loads of its router.
 
     - `x` `(batch, seq, hidden)`: the output.
-    - `balance`: the sum of the balance losses of all sequences. If only some tokens count, it is the sum over samples, each multiplied by
-      its number of counted tokens.
+    - `balance`: the sum of the balance losses of all sequences. If only some tokens count, each sample's loss is multiplied by the sample's
+      number of counted tokens, and `balance` is the sum over the samples.
     - `load` `(experts,)`: the number of tokens that are sent to each expert.
     - `squares`: the sum over tokens of the squared log-sum-exp of the router logits; 0 without a router z-loss.
 
@@ -142,14 +144,14 @@ class MoELayer(nn.Module):
 
     def _output(self, x: Tensor) -> Tensor:
         """Compute only the output for x `(batch, seq, hidden)`, without gradients, losses and loads."""
-        if (copies := self.copy_outputs(x)) is not None:
-            return self.with_shared(copies.sum(1).view_as(x), x)
+        if (outputs := self.outputs_by_copy(x)) is not None:
+            return self.with_shared(outputs.sum(1).view_as(x), x)
         weights, chosen = self._pick(self.router(x))
         order = order_of(chosen.flatten(0, 1), self.count)
         sorted_rows = to_groups(x.flatten(0, 1), order)
         return self.combine(self.experts(sorted_rows, order, sorted_weights(weights.flatten(0, 1), order)), order, x)
 
-    def copy_outputs(self, x: Tensor) -> Tensor | None:
+    def outputs_by_copy(self, x: Tensor) -> Tensor | None:
         """Return the weighted outputs of the routed experts, one for each expert that a token chose, without gradients.
 
         x is `(batch, seq, hidden)`, the result `(batch · seq, copies, hidden)`. Returns None if the kernels for few tokens cannot be used.
@@ -167,8 +169,8 @@ class MoELayer(nn.Module):
 
     def _pick(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the indices of each token's experts, `(batch, seq, copies)` each, without gradients."""
-        particular = self.groups_per_token != self.groups or self.replayed is not None
-        if self.reference or particular or not has_kernel(logits, self.count):
+        unsupported = self.groups_per_token != self.groups or self.replayed is not None
+        if self.reference or unsupported or not has_kernel(logits, self.count):
             return self._route(logits)[1:]
         return router.pick(
             logits,
@@ -222,8 +224,8 @@ class MoELayer(nn.Module):
         Without `counted`, the `probability_sums` of the result are summed over each sequence. With `counted` they are not summed: they have
         each token's probabilities `(batch · seq, experts)`, which are 0 for tokens that do not count.
         """
-        particular = self.groups_per_token != self.groups or self.replayed is not None or counted is not None
-        if self.reference or particular or not has_kernel(logits, self.count):
+        unsupported = self.groups_per_token != self.groups or self.replayed is not None or counted is not None
+        if self.reference or unsupported or not has_kernel(logits, self.count):
             probabilities, weights, chosen = self._route(logits)
             sums = probabilities.sum(1) if counted is None else (probabilities * counted.mask[..., None]).flatten(0, 1)
             return ExpertChoice(weights, chosen, sums, _loads(chosen, self.count))

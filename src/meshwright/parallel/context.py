@@ -53,9 +53,11 @@ def divide_sequences(model: Decoder, plan: Plan, mesh: Mesh) -> SplitSequences |
     group = mesh.group_over(CONTEXT_AXES)
     assert group is not None
     for layer, block in blocks_with_layer(model):
-        # A block that recomputes gathers keys and values again anyway. Without compilation, recompute of attention would run it twice.
+        # A block with activation recompute gathers keys and values again anyway. Without compilation, attention itself would also be
+        # computed again in the backward, so the gathered keys and values are saved.
         saves_activations = plan.strategy(layer, model.spec.layers).recompute == "none"
-        block.hooks.attend = SplitAttention(*axes, "selective" if saves_activations and plan.compile else "none")
+        regather: Recompute = "selective" if saves_activations and plan.compile else "none"
+        block.hooks.attend = SplitAttention(*axes, regather)
     return SplitSequences(model, mesh, group, ring, ulysses)
 
 
@@ -72,7 +74,7 @@ class SplitSequences:
     def local_batch(self, batch: MicroBatch) -> MicroBatch:
         """Return this rank's tokens of a micro-batch of whole sequences, with their targets (already shifted by one) and positions."""
         local = self.local_tokens
-        targets, positions, real, weights = (
+        targets, positions, not_padding, weights = (
             None if whole is None else local(whole)
             for whole in (batch.targets, batch.positions, batch.real, batch.weights)
         )
@@ -80,7 +82,7 @@ class SplitSequences:
             ranges = local_tokens(batch.tokens.shape[1], self._ring, self._ulysses)
             positions = _token_positions(ranges, batch.tokens.device).expand(len(batch.tokens), -1)
         return replace(
-            batch, tokens=local(batch.tokens), targets=targets, positions=positions, real=real, weights=weights
+            batch, tokens=local(batch.tokens), targets=targets, positions=positions, real=not_padding, weights=weights
         )
 
     @property

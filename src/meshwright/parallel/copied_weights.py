@@ -225,11 +225,11 @@ class CopiedParameterGroup:
                 else:
                     part = gradient[copy.slot].to(dtype).contiguous()
                     operations.append(self._message(dist.isend, part, copy.peer))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-        for rank in range(
-            self._group_of_copies.size()
-        ):  # a rank has one copy of an expert: each sum occurs once in a pass
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        # A rank has one copy of an expert, so each sum occurs once in a pass.
+        for rank in range(self._group_of_copies.size()):
             sums = [(total, buffer) for peer, total, buffer in received if peer == rank]
             if sums:
                 torch._foreach_add_([total for total, _ in sums], [buffer for _, buffer in sums])

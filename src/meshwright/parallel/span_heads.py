@@ -93,6 +93,7 @@ def exchange_with_ranks(sent: list[Tensor], received: list[Tensor], own: SpanPar
             messages.append(dist.P2POp(dist.isend, sent[part], group=members, group_peer=rank))
         if received[part].numel():
             messages.append(dist.P2POp(dist.irecv, received[part], group=members, group_peer=rank))
-    for work in dist.batch_isend_irecv(messages) if messages else ():
-        work.wait()
+    if messages:
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
     return received

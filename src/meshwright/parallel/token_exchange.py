@@ -51,10 +51,10 @@ class PeerTokenExchange(TokenExchange):
     def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
         del local  # rows for this rank's own experts pass through the window too; only the host could skip it, and it must not wait
         peers = self._peers
-        most = peers.most_received(sorted_rows.shape[0])
-        offsets, *route = route_tokens(load, sorted_rows, peers.ranks, most, self._group)
+        most_rows = peers.most_received(sorted_rows.shape[0])
+        offsets, *route = route_tokens(load, sorted_rows, peers.ranks, most_rows, self._group)
         received = move_tokens(sorted_rows, *route, False, peers.fp8, self._group)
-        outputs = compute(received, _order_of_groups(offsets, most))
+        outputs = compute(received, _order_of_groups(offsets, most_rows))
         return move_tokens(outputs, *route, True, False, self._group)
 
 
@@ -149,9 +149,9 @@ def move_tokens(
 ) -> Tensor:
     """Send rows `(rows, width)` to the ranks of their experts, or with `back` to the ranks they came from.
 
-    `sent`, `received` and `totals` are the tensors of a `Route`. Returns the rows that arrive: `(most rows received, width)` on the way to
-    the experts, where rows beyond the number received are undefined, and `(rows sent, width)` on the way back. With `fp8` the rows are sent
-    in e4m3 with one scale per row.
+    `sent`, `received` and `totals` are the tensors of a `Route`. Returns the rows that arrive. On the way to the experts, the shape is
+    `(maximum of rows received, width)`, and rows after the received ones are undefined. On the way back it is `(rows sent, width)`. With
+    `fp8` the rows are sent in e4m3 with one scale per row.
     """
     peers = _peers_by_group[group]
     route = Route(sent, received, totals)
@@ -175,7 +175,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _move_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Send the gradients in the opposite direction, in their own dtype. The gradient of rounding to fp8 is taken as 1."""
-    return move_tokens(grad, *ctx.saved_tensors, not ctx.back, False, ctx.group), *6 * (None,)
+    grad_x = move_tokens(grad, *ctx.saved_tensors, not ctx.back, False, ctx.group)
+    return grad_x, None, None, None, None, None, None
 
 
 move_tokens.register_autograd(_move_gradients, setup_context=_save_for_backward)

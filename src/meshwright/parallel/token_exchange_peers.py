@@ -39,7 +39,7 @@ class Route(NamedTuple):
     """Targets of the rows of one layer and one micro-batch, computed by `kernels.token_exchange_triton.route`.
 
     - `sent` `(rows,)`: the target of each row that this rank sends.
-    - `received` `(most rows received,)`: the target of each received row's output on the way back.
+    - `received` `(maximum of rows received,)`: the target of each received row's output on the way back.
     - `totals` `(3,)`: number of rows sent, number of rows received, and 1 if any rank's rows exceed the bound.
     """
 
@@ -51,7 +51,7 @@ class Route(NamedTuple):
 class PeerExchange:
     """One rank's side of the exchanges between `ranks` ranks.
 
-    - `bound`: the most rows that a rank receives, as a multiple of the rows that it sends.
+    - `bound`: the maximum number of rows that a rank receives, as a multiple of the rows that it sends.
     - `fp8`: rows go to the experts in e4m3 with one scale per row. Gradients and outputs keep their dtype.
     - `open_window(size)`: allocates and maps a window of `size` zero bytes on each rank; collective.
 
@@ -71,7 +71,7 @@ class PeerExchange:
         self._exceeded = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 
     def most_received(self, row_count: int) -> int:
-        """The most rows that a rank receives if each rank sends `row_count`."""
+        """Maximum number of rows that a rank receives if each rank sends `row_count`."""
         return math.ceil(self._bound * row_count)
 
     def start_route(self, load: Tensor, activations: Tensor) -> None:

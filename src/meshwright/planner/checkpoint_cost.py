@@ -227,8 +227,8 @@ def _copies(
     on_device = rank_bytes - offloaded
     link = number(host_rate(machine))
     times = PassTimes.of_step(step, on_device, number(machine.hbm), link)
-    room = max(0, (memory_budget(run) or 0) - trainer_bytes(plan))
-    device_copies = plan_device_copies(_in_groups(on_device), times, room)
+    free_bytes = max(0, (memory_budget(run) or 0) - trainer_bytes(plan))
+    device_copies = plan_device_copies(_in_groups(on_device), times, free_bytes)
     stall = device_copies.stall_seconds
     if waits:
         update = min(step, offloaded / number(rate_both_ways(machine)))
@@ -284,10 +284,10 @@ def _reason_to_wait(run: RunSpec, plan: Plan, rank_bytes: float, reserved: float
         return "checkpoint.mode is sync"
     if mode == "auto" and rank_bytes < ASYNC_BYTES and in_memory.choice is None:
         return f"a rank's state is less than {ASYNC_BYTES >> 20} MB"
-    left = _host_memory_left(run, plan)
-    if reserved > left:
+    free_bytes = _host_memory_left(run, plan)
+    if reserved > free_bytes:
         snapshots = "snapshots" if in_memory.choice is None else "snapshots and copies for checkpoint.partner"
-        return f"{snapshots} need {_gigabytes(reserved)} of host memory on each host, and {_gigabytes(max(0.0, left))} are free"
+        return f"{snapshots} need {_gigabytes(reserved)} of host memory on each host, and {_gigabytes(max(0.0, free_bytes))} are free"
     return ""
 
 

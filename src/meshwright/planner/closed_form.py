@@ -229,6 +229,7 @@ def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
         mlp_tile=mlp_tile_of(run),
     )
     pins = pins_of(run)
-    room = received_room(pins.expert_exchange, pins.expert_receive_bound, layout.expert)
-    layout = replace(layout, busiest_rows=np.where(room > 0, room, layout.busiest_rows), exchange_room=room)
+    buffered_rows = received_room(pins.expert_exchange, pins.expert_receive_bound, layout.expert)
+    busiest_rows = np.where(buffered_rows > 0, buffered_rows, layout.busiest_rows)
+    layout = replace(layout, busiest_rows=busiest_rows, exchange_room=buffered_rows)
     return np.asarray(layout_peak_bytes(run.model, layout, byte_widths))

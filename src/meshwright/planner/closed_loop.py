@@ -73,10 +73,10 @@ def loaded_latencies(deployment: Deployment, load: Load, cost_of: Callable[[Inst
 def _colocated(instance: InstanceSpec, load: Load, costs: InstanceCosts) -> Latencies:
     users = load.users / instance.count
     new_tokens = load.output_tokens
-    most = min(users, _most_running(load, costs))
+    running_limit = min(users, _most_running(load, costs))
     prompt = _prompt_seconds(instance, load, costs)
     first = _first_seconds(users, prompt, costs)
-    running = most
+    running = running_limit
     wait = 0.0
     token = 0.0
     for _ in range(ROUNDS):
@@ -84,7 +84,7 @@ def _colocated(instance: InstanceSpec, load: Load, costs: InstanceCosts) -> Late
         token = step + running / costs.groups * prompt / new_tokens
         busy = min(BUSIEST, running / costs.groups * prompt / (new_tokens * token))
         wait = first + prompt * busy + step
-        running = min(most, users * new_tokens * token / (wait + new_tokens * token))
+        running = min(running_limit, users * new_tokens * token / (wait + new_tokens * token))
     return _latencies(load, max(wait, (users / running - 1) * new_tokens * token), token)
 
 
@@ -93,11 +93,11 @@ def _with_roles(
 ) -> Latencies:
     prompt = _prompt_seconds(prefill, load, prefill_costs)
     rate = prefill.count * prefill_costs.groups / prompt
-    most = running = min(load.users / decode.count, _most_running(load, decode_costs))
+    running_limit = running = min(load.users / decode.count, _most_running(load, decode_costs))
     for _ in range(ROUNDS):
         stay = load.output_tokens * _step_seconds(running, load, decode_costs)
         arriving = min(rate, load.users / (prefill_costs.request_seconds + prompt + stay)) * stay / decode.count
-        running = (running + min(most, max(1.0, arriving))) / 2
+        running = (running + min(running_limit, max(1.0, arriving))) / 2
     step = _step_seconds(running, load, decode_costs)
     first = _first_seconds(load.users / prefill.count, prompt, prefill_costs) + step
     busiest = min(rate, running * decode.count / (load.output_tokens * step))

@@ -85,9 +85,10 @@ class SizeSample:
         exceeds.
         """
         ascending = sorted((prompt + new // 2, new) for prompt, _, new in self.sizes)
-        left = self.new_tokens * len(ascending) / (decodes + 1)
-        while len(ascending) > 1 and left >= ascending[-1][1]:
-            left -= ascending.pop()[1]
+        # A sequence with more new tokens runs longer, so it counts more. Skip the longest ones, by their new tokens.
+        skipped_tokens = self.new_tokens * len(ascending) / (decodes + 1)
+        while len(ascending) > 1 and skipped_tokens >= ascending[-1][1]:
+            skipped_tokens -= ascending.pop()[1]
         return ascending[-1][0]
 
 

@@ -158,7 +158,9 @@ def _expert_parallel(
     model: ModelSpec, devices: int, check: Callable[[InstanceSpec], object]
 ) -> Iterator[tuple[InstanceSpec, ...]]:
     """Yield deployments of instances in which several groups of devices divide the experts, in all degrees that fit."""
-    for tensor in divisors(devices) if model.experts else ():
+    if not model.experts:
+        return
+    for tensor in divisors(devices):
         if split_error(model, tensor) is not None:
             continue
         for expert in (degree for degree in divisors(devices // tensor) if degree > 1 and model.experts % degree == 0):

@@ -79,13 +79,13 @@ class Assumptions:
                     f"--assume {word}: expected KEY=NUMBER with a key of {', '.join(known)}"
                     + (f" (nearest: {near})" if near else "")
                 )
-            most = 1.0 if key.endswith("_share") else float("inf")
+            upper_limit = 1.0 if key.endswith("_share") else float("inf")
             try:
                 values[key] = float(text)
             except ValueError:
                 raise BadInput(f"--assume {word}: expected a number, e.g. {key}={getattr(cls, key):g}") from None
-            if not 0 <= values[key] <= most or values[key] == float("inf"):
-                limits = "from 0 to 1" if most == 1 else "of at least 0"
+            if not 0 <= values[key] <= upper_limit or values[key] == float("inf"):
+                limits = "from 0 to 1" if upper_limit == 1 else "of at least 0"
                 raise BadInput(f"--assume {word}: expected a number {limits}, e.g. {key}={getattr(cls, key):g}")
         return replace(cls(), **values)
 

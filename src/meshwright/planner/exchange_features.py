@@ -17,7 +17,7 @@ from meshwright.spec.plan import Plan, Recompute
 from meshwright.spec.run import RunSpec
 
 DOMAINS_PER_TOKEN = 4.0
-"""The most nodes to which DeepSeek-V3's routers send a token."""
+"""Maximum number of nodes to which DeepSeek-V3's routers send a token."""
 DISPATCH_IN_FP8 = 1.5
 """Bytes per element of an exchange with dispatch in fp8 (1 byte) and combine in bf16 (2 bytes), on average."""
 BLOCK_MATMULS = 1350 / 1979

@@ -33,11 +33,13 @@ def copies(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
     if plan.experts is None or not _spread_by_loads(run, plan) or copies_experts(plan):
         return
     others = run.model.experts - run.model.experts // _group(plan)
-    sizes = sorted({min(others, SLOT_RATIO**power) for power in range(others.bit_length() + 1)})
+    all_sizes = sorted({min(others, SLOT_RATIO**power) for power in range(others.bit_length() + 1)})
+    sizes = all_sizes if pins.expert_slots is None else [pins.expert_slots]
     window = pins.expert_load_window or ExpertPlan(expert=1).load_window
     keep = bool(pins.expert_keep)
-    for slots in sizes if pins.expert_slots is None else (pins.expert_slots,):
-        for policy in ("hecate", *(("fixed",) if slots == others and not plan.paired else ())):
+    for slots in sizes:
+        policies = ("hecate", "fixed") if slots == others and not plan.paired else ("hecate",)
+        for policy in policies:
             yield replace(
                 plan, experts=replace(plan.experts, policy=policy, slots=slots, keep=keep, load_window=window)
             )

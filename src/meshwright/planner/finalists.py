@@ -148,11 +148,11 @@ def with_least_offloaded(run: RunSpec, plan: Plan, budget: int | None) -> Plan:
         return replace(plan, offload_fraction=max(1, ceil(share * SHARES)) / SHARES)
 
     # Memory is linear in the share.
-    most = plan.offload_fraction
+    plan_share = plan.offload_fraction
     least = 1 / SHARES
     pairs = zip(excess_by_rank(run, plan, budget), excess_by_rank(run, with_share(least), budget), strict=True)
-    needed = [least + (most - least) * max(0.0, below) / max(below - above, 1.0) for above, below in pairs]
-    return with_share(min(most, max(needed)))
+    needed = [least + (plan_share - least) * max(0.0, below) / max(below - above, 1.0) for above, below in pairs]
+    return with_share(min(plan_share, max(needed)))
 
 
 def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> ExpertPlan | None:
@@ -503,8 +503,10 @@ def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy,
         low_memory = {layer for layers, count in zip(layers_by_rank, counts, strict=True) for layer in layers[:count]}
         return replace(plan, layers=_layers_by_range(run.model.layers, lambda layer: layer in low_memory, strategy))
 
-    most = [len(layers) for layers in layers_by_rank]
-    return with_low_memory(least_fitting(most, lambda counts: excess_by_rank(run, with_low_memory(counts), budget)))
+    all_layers = [len(layers) for layers in layers_by_rank]
+    return with_low_memory(
+        least_fitting(all_layers, lambda counts: excess_by_rank(run, with_low_memory(counts), budget))
+    )
 
 
 def _layers_by_range(layers: int, low_memory: Callable[[int], bool], strategy: Strategy) -> tuple[LayerStrategy, ...]:

@@ -106,10 +106,12 @@ def largest_models(run: RunSpec) -> Iterator[Largest]:
     offloads: tuple[Offload, ...] = ("none", "optimizer") if pins.offload is None else (pins.offload,)
     for offload in offloads:
         offloaded = offload in ("optimizer", "both") and isinstance(run.train.optimizer, AdamWSpec)
+        if offload != "none" and not offloaded:
+            continue
         forms: tuple[Moments, ...] = (
             get_args(Moments) if offloaded and pins.moments is None else (pins.moments or "fp32",)
         )
-        for moments in forms if offloaded or offload == "none" else ():
+        for moments in forms:
             yield _largest(replace(run, plan=replace(pins, offload=offload, moments=moments)), offload, moments)
 
 

@@ -35,7 +35,7 @@ MAX_SLOWDOWN = 1.15
 The limit allows for errors of the closed form that differ between families. It grows if simulations are slower than expected.
 """
 MAX_PER_FAMILY = 8
-"""Most plans of one family that are simulated by whole stages (`estimated`)."""
+"""Maximum number of plans of one family that are simulated by whole stages (`estimated`)."""
 MIN_EFFORT = 24.0
 MAX_EFFORT = 240.0
 ACTIONS_PER_EFFORT = 400.0
@@ -205,7 +205,9 @@ class LayoutSearch:
         limit = (1 + SAME_TIME_TOLERANCE) * compared_seconds(self.run, self.estimator.by_stages(best.plan))
         for option in LAYOUT_OPTIONS:
             named = [other.plan for other in nearest_values(best, [*candidates, *found], option.value)]
-            for value in map(option.value, named) if option.free(requested) else ():
+            if not option.free(requested):
+                continue
+            for value in map(option.value, named):
                 if (option.name, value) not in self._searched and self._finalists.values_effort < ALL_VALUES_EFFORT:
                     self._searched.add((option.name, value))
                     for finalists in (self._finalists, *(other._finalists for other in self._beside)):

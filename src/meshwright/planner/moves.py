@@ -248,7 +248,9 @@ def searched_beside(run: RunSpec, fastest: Plan, trainable: bool) -> Iterator[tu
     for it.
     """
     saves = offloads(fastest) or any(layer.recompute in RECOMPUTES_MATMULS for layer in fastest.layers)
-    for move in MOVES if saves else ():
+    if not saves:
+        return
+    for move in MOVES:
         pinned = move.pinned(run) if move.beside and move.free(run) else None
         if pinned is not None and move.beside:
             space = points(pinned, trainable=trainable)

@@ -48,8 +48,10 @@ class OptionGrid:
         """Return the lengths of the axes of settings: (gradients, optimizer offload, activation offload, recompute,
         reshard).
         """
-        optimizer = len({option.optimizer_offloaded for option in self.options})
-        return len(self.gradients), optimizer, len(self.offloads) // optimizer, len(self.recomputes), len(self.reshards)
+        # A value of `offload` says whether the optimizer's state is offloaded, and whether activations are. Each has an axis.
+        optimizer_values = len({option.optimizer_offloaded for option in self.options})
+        activation_values = len(self.offloads) // optimizer_values
+        return len(self.gradients), optimizer_values, activation_values, len(self.recomputes), len(self.reshards)
 
     @cached_property
     def offloads_optimizer(self) -> np.ndarray:

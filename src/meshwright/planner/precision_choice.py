@@ -1,8 +1,9 @@
 """Predicts a plan's step in every number format of matmuls, for dense layers and for experts (the command `plan
 --precision`).
 
-Some of these formats this release cannot train; each entry says whether it can. Rates of fp4 and MXFP8 are the
-datasheet's, times the share that published runs on Blackwell reach (constants.yaml: gemm_low, gemm_block, gemm_fp4).
+This release cannot train in some of these formats; each result says whether it can. The rates of fp4 and MXFP8 are those
+of the datasheet, times the share that published trainings on Blackwell reach (constants.yaml: gemm_low, gemm_block,
+gemm_fp4).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class MatmulFormat:
 
     name: str
     """The name that `--precision` takes."""
-    peak: str
-    """The format of the peak in the chip table."""
+    number_format: str
+    """The number format under which the chip table has the matmul rate (`Chip.peak_flops`): fp8 for all scales of fp8."""
     kind: float
     """The value of `Machine.matmul_format`."""
     bits: int
     """Bits of a number."""
     linear: str | None
-    """The value of `plan.linear` that trains it; None if this release cannot."""
+    """The value of `plan.linear` that trains in this format; None if this release cannot."""
     accuracy: str
     """What is known about the accuracy of training in this format."""
 
@@ -43,7 +44,8 @@ MATMUL_FORMATS = (
         TENSORWISE,
         8,
         "fp8_tensorwise",
-        "one scale a tensor: a product of normal numbers is 3.5% off, losses agree with bf16 in the mean (docs/design/fp8.md)",
+        "one scale a tensor: a product of normally distributed numbers is 3.5% off, losses agree with bf16 in the mean "
+        "(docs/design/fp8.md)",
     ),
     MatmulFormat("fp8-row", "fp8", ROWWISE, 8, "fp8_rowwise", "one scale a row: outliers of one row harm no other"),
     MatmulFormat(
@@ -60,7 +62,7 @@ MATMUL_FORMATS = (
         BLOCKWISE,
         8,
         None,
-        "one scale for 32 numbers: loss as bf16's for 8B and 15T tokens (NVIDIA, arXiv 2506.08027)",
+        "one scale for 32 numbers: same loss as bf16 for an 8B model and 15T tokens (NVIDIA, arXiv 2506.08027)",
     ),
     MatmulFormat(
         "nvfp4",
@@ -68,7 +70,8 @@ MATMUL_FORMATS = (
         FOUR_BIT,
         4,
         None,
-        "one scale for 16 numbers: MMLU-Pro 62.58% (fp8: 62.62%) for 12B and 10T tokens, with parts in bf16 (NVIDIA, arXiv 2509.25149)",
+        "one scale for 16 numbers: MMLU-Pro 62.58% (fp8: 62.62%) for a 12B model and 10T tokens, with parts in bf16 (NVIDIA, "
+        "arXiv 2509.25149)",
     ),
 )
 """The formats, the widest first."""
@@ -76,7 +79,7 @@ MATMUL_FORMATS = (
 
 @dataclass(frozen=True)
 class FormatPrice:
-    """The predicted step of the plan with dense layers and experts in two formats."""
+    """The plan's predicted step, with the dense layers in one format and the experts in the same or another one."""
 
     dense: str
     """Name of the format of the dense layers."""
@@ -85,7 +88,7 @@ class FormatPrice:
     seconds: float
     """Predicted seconds of a step."""
     cannot_train: str
-    """Why this release cannot train it; empty if it can."""
+    """Why this release cannot train with these formats; empty if it can."""
     accuracy: str
     """What is known about the accuracy of the narrower of the two formats."""
 
@@ -105,7 +108,9 @@ def priced_formats(run: RunSpec, plan: Plan, narrowest: MatmulFormat) -> tuple[F
     """Return the plan's predicted step in each format of the chip with at least as many bits as `narrowest`, the
     fastest first.
 
-    The closed form gives the ratio of each step to the plan's own step. Empty if the plan has no predicted step time.
+    The plan's own prediction comes from a simulation. It is multiplied by a ratio of two times by the cost model's closed
+    form (`plan_costs.mean_cost`): the step with these formats, divided by the step with the plan's formats. The result is
+    empty if the plan has no predicted step time.
     """
     cluster = as_nodes(run.cluster)
     chip = chip_of(cluster)
@@ -116,22 +121,25 @@ def priced_formats(run: RunSpec, plan: Plan, narrowest: MatmulFormat) -> tuple[F
     allowed = [
         entry
         for entry in MATMUL_FORMATS
-        if entry.bits >= narrowest.bits and entry.peak in chip.peak_flops and entry.peak in FORMATS
+        if entry.bits >= narrowest.bits and entry.number_format in chip.peak_flops and entry.number_format in FORMATS
     ]
 
-    def seconds(inputs: Pricing) -> float:
+    def closed_form_seconds(inputs: Pricing) -> float:
         return number(mean_cost(run.model, run.train, plan, inputs, share).seconds)
 
-    scale = plan.predicted.step_seconds / seconds(priced)
+    scale = plan.predicted.step_seconds / closed_form_seconds(priced)
     entries = []
     for dense in allowed:
-        for experts in allowed if plan.experts is not None else (dense,):
-            machine = _machine(priced, machine_of(cluster, dense.peak), dense, chip.peak_flops[experts.peak], experts)
+        # Without experts, there is only the entry in which `experts` is the same as `dense`.
+        expert_formats = [dense] if plan.experts is None else allowed
+        for experts in expert_formats:
+            datasheet = machine_of(cluster, dense.number_format)
+            machine = _machine(priced, datasheet, dense, chip.peak_flops[experts.number_format], experts)
             entries.append(
                 FormatPrice(
                     dense.name,
                     experts.name,
-                    scale * seconds(_on(priced, machine)),
+                    scale * closed_form_seconds(_on(priced, machine)),
                     _refusal(dense, experts),
                     dense.accuracy if dense.bits <= experts.bits else experts.accuracy,
                 )

@@ -183,7 +183,9 @@ def _layer_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> It
         by_mode = {mode: [layer for layer in low_memory if layer.recompute == mode] for mode in RECOMPUTE_MODES}
         modes = [f"{mode} on {on_layers(layers, total)}" for mode, layers in by_mode.items() if layers]
         yield f"recompute {' and '.join(modes)}: {'without it a step is no faster' if fits(larger_plan) else too_large}"
-    for offload in sorted({layer.offload for layer in plan.layers} - {"none"}) if pins.offload is None else ():
+    if pins.offload is not None:
+        return
+    for offload in sorted({layer.offload for layer in plan.layers} - {"none"}):
         layers_text = on_layers([layer for layer in plan.layers if layer.offload == offload], total)
         yield f"offload {offload} on {layers_text}: without it only a slower plan fits into memory"
 

@@ -32,6 +32,7 @@ def reprice(run: RunSpec, plan: Plan, *, by_units: bool = True, timing: Timing |
     computed if it is None. Only memory is predicted if the cost model has no rates of the device. Raises BadInput if
     the schedule does not support the number of micro-batches.
     """
+    # A plan can place samples of different lengths in slots of a fixed length. Its step is predicted for full slots.
     run = slot_run(run, plan)
     by_category = fullest(memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu))
     if snapshot := snapshot_bytes(run, plan):

@@ -196,8 +196,10 @@ def _with_choice_first(played: Sequence[PlayedLayout]) -> tuple[PlayedLayout, ..
 def _least_recompute(run: RunSpec, layout: SampleLayout, budget: int | None) -> LayerStrategy | None:
     """The strategy with the least recompute that fits; static ranks may free weights and gather them again."""
     pinned = pins_of(run).recompute
-    for gather_once in (True,) if layout.hybrid else (True, False):
-        for recompute in RECOMPUTE_MODES if pinned is None else (pinned,):
+    modes = RECOMPUTE_MODES if pinned is None else (pinned,)
+    gathers = (True,) if layout.hybrid else (True, False)
+    for gather_once in gathers:
+        for recompute in modes:
             strategy = LayerStrategy(
                 reshard=not gather_once, gradients="whole" if gather_once else "shard", recompute=recompute
             )

@@ -110,10 +110,12 @@ def offload_layouts(
     of `FRACTIONS` that fit.
     """
     pins = pins_of(run)
-    most = len(RECOMPUTE_MODES) if strategy is None else RECOMPUTE_MODES.index(strategy.recompute)
-    modes = [mode for mode in RECOMPUTE_MODES[:most] if pins.recompute in (None, mode)]
-    allowed = pins.offload is None and pins.layers is None and not run.model.experts
-    for recompute in modes if allowed else ():
+    if pins.offload is not None or pins.layers is not None or run.model.experts:
+        return
+    # Only modes that recompute less than `strategy`.
+    mode_count = len(RECOMPUTE_MODES) if strategy is None else RECOMPUTE_MODES.index(strategy.recompute)
+    modes = [mode for mode in RECOMPUTE_MODES[:mode_count] if pins.recompute in (None, mode)]
+    for recompute in modes:
         if recompute in PARTIAL_RECOMPUTES and not compiles(run):
             continue
         gather_once_strategy = LayerStrategy(reshard=False, gradients="whole", recompute=recompute)

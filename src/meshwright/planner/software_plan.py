@@ -109,7 +109,7 @@ def best_with(run: RunSpec, software: TrainingSoftware, narrowest: MatmulFormat 
     priced = [
         _best_layout(run, software, answer, chip, entry)
         for entry in MATMUL_FORMATS
-        if entry.name in ("bf16", *software.formats) and entry.bits >= bits and entry.peak in chip.peak_flops
+        if entry.name in ("bf16", *software.formats) and entry.bits >= bits and entry.number_format in chip.peak_flops
     ]
     return min(priced, key=lambda entry: entry.seconds or math.inf)
 
@@ -121,7 +121,7 @@ def _best_layout(
     there is none.
     """
     cluster = as_nodes(run.cluster)
-    machine = replace(machine_of(cluster, matmul_format.peak), matmul_format=matmul_format.kind)
+    machine = replace(machine_of(cluster, matmul_format.number_format), matmul_format=matmul_format.kind)
     shape = _published_shape(shape_of(run.model, run.train.seq_len))
     layouts = _layouts(run, shape, machine, software)
     if layouts is None:

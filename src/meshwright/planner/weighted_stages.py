@@ -23,9 +23,13 @@ def balanced_by_weight(
 ) -> StageTable:
     """Divide the layers into stages so that the slowest rank takes as little time as possible. Returns `table` if that saves too little.
 
-    `table` has the stages of each rank. `weights` are the times of the layers, 1 on average, and `head` is the time of the head, both on a
-    rank of speed 1; `speeds` are those of the ranks. If every rank has one stage, the result is the best possible, else it is at most the
-    time of a layer worse.
+    - `table`: the stages of each rank.
+    - `weights`: the time of each layer on a rank of speed 1; the mean is 1.
+    - `head`: the time of the head on a rank of speed 1.
+    - `speeds`: the speed of each rank.
+
+    If every rank has one stage, no other division makes the slowest rank faster. If ranks have several stages, the slowest rank can take
+    longer than in the best division, but at most by the time of one layer.
 
     Two ranks have eight equal layers, and a head that takes as long as two layers. The first gets 5 layers, the second 3 and the head:
 
@@ -38,10 +42,10 @@ def balanced_by_weight(
     sizes = min((_improved(start, times) for start in (given, _even_stages(times))), key=times.slowest)
     if times.slowest(sizes)[0] > (1 - LEAST_GAIN) * times.slowest(given)[0]:
         return table
-    cut: list[list[range]] = [[] for _ in speeds]
+    stages_of_ranks: list[list[range]] = [[] for _ in speeds]
     for owner, (first, stop) in zip(times.owners, pairwise(accumulate(sizes, initial=0)), strict=True):
-        cut[owner].append(range(first, stop))
-    return tuple(map(tuple, cut))
+        stages_of_ranks[owner].append(range(first, stop))
+    return tuple(map(tuple, stages_of_ranks))
 
 
 class _Times:
@@ -52,6 +56,7 @@ class _Times:
         self.owners = owners
         self.layers = len(weights)
         self.before = [0.0, *accumulate(weights)]
+        """By n: the time of the first n layers on a rank of speed 1. The time of the head is added to the last value."""
         self.before[-1] += head
 
     def of_ranks(self, sizes: Sequence[int]) -> tuple[list[float], float]:
@@ -91,8 +96,8 @@ def _filled(times: _Times, limit: float) -> list[int]:
     sizes = list[int]()
     first = 0
     for later, owner in zip(reversed(range(len(times.owners))), times.owners, strict=True):
-        room = times.before[first] + limit * times.speeds[owner]
-        fitting = bisect_right(times.before, room, lo=first) - 1 - first
+        latest_end = times.before[first] + limit * times.speeds[owner]
+        fitting = bisect_right(times.before, latest_end, lo=first) - 1 - first
         sizes.append(min(max(1, fitting), times.layers - later - first))
         first += sizes[-1]
     return sizes
@@ -101,8 +106,9 @@ def _filled(times: _Times, limit: float) -> list[int]:
 def _improved(sizes: list[int], times: _Times) -> list[int]:
     """Improve `sizes` by moves of single layers until no move helps any more.
 
-    A move takes a layer from a stage of the slowest rank, and gives one to the stage where that helps most; the stages between shift by one
-    layer. It helps if the slowest rank becomes faster, or if that stays the same and the slowest stage becomes faster.
+    A move makes a stage of a slowest rank one layer shorter, and another stage one layer longer. The stages between the two shift by one
+    layer. A move helps if the slowest rank becomes faster. It also helps if the slowest rank takes the same time and the slowest stage
+    becomes faster. Of all moves, the one that helps most is made.
     """
     while True:
         ranks, _ = times.of_ranks(sizes)

@@ -271,7 +271,8 @@ def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPo
     for fewest in _allotments(least, pool.ranks):
         arrays = (long, fewest, most, shared, attention, ring, exchange)
         samples = [LongSample(*values) for values in zip(*(array.tolist() for array in arrays), strict=True)]
-        for end in stacks if bubbles else [share * mean]:
+        ends = stacks if bubbles else [share * mean]
+        for end in ends:
             limits = SpanLimits(pool.ranks, pool.heads, fixed, pool.stages, end, pool.time.always_exchange)
             spans = place_spans(samples, limits)
             ready = spans.busy + bubbles * np.maximum(spans.longest, short_slot)

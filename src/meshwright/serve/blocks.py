@@ -82,7 +82,7 @@ def moe_output(block: Block, normed: Tensor) -> Delta:
     """
     moe = block.moe
     alone = block.hooks.sum_ranks is unchanged and block.mlp_output_norm is None and block.residual_factor == 1
-    if alone and (copies := moe.copy_outputs(normed)) is not None:
+    if alone and (copies := moe.outputs_by_copy(normed)) is not None:
         return CopyOutputs(copies, moe.shared_output(normed))
     return block.mlp_branch_output(moe(normed, losses=False))
 

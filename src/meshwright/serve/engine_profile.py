@@ -44,7 +44,7 @@ PROMPTS = 16, 64, *(size << doublings for doublings in range(13) for size in (25
 BESIDE = (16, 64)
 """Numbers of decodes in steps that also have a prompt."""
 BETWEEN = 24
-"""Most steps of decodes after each prompt."""
+"""Maximum number of steps of decodes after each prompt."""
 SHARE = 0.6
 """Share of the time that prompts take."""
 BESIDE_TOKENS = 256
@@ -54,7 +54,7 @@ SHORT = 32
 MEAN = 1024
 """Mean tokens of a sequence where lengths differ."""
 MOST_EVEN = 64
-"""Most decodes of a batch that is measured twice, with exponential and with even lengths.
+"""Maximum number of decodes of a batch that is measured twice, with exponential and with even lengths.
 
 Both have the same mean and different longest sequences, so the fit can separate the cost of the longest one from the cost of all positions.
 """

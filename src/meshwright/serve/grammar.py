@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["BadGrammar", "Grammar", "GrammarMatcher", "GrammarTokens", "unconstrained"]
 
 MOST_COMPILED = 64
-"""Most compiled grammars that are kept."""
+"""Maximum number of compiled grammars that are kept."""
 TRIED_TOKENS = 4
 """Tokens that a new matcher is advanced by as a test, before the request is accepted."""
 END = "<|end of a grammar|>"
@@ -33,8 +33,8 @@ END = "<|end of a grammar|>"
 class GrammarTokens:
     """A tokenizer's vocabulary, prepared for grammars. Preparing a large vocabulary takes some seconds.
 
-    `vocab` is the number of logits. Logits without a token of the tokenizer are never allowed. The last `MOST_COMPILED`
-    grammars in use are kept. `compile` may be called in another thread.
+    `vocab` is the number of logits. Logits without a token of the tokenizer are never allowed. The `MOST_COMPILED`
+    grammars that were used last are kept. `compile` may be called in another thread.
 
     Raises BadGrammar if the extra `grammar` is not installed, or for a byte tokenizer, which llguidance cannot use.
     """
@@ -43,15 +43,15 @@ class GrammarTokens:
         self._library = llguidance()
         # Each request has its own end tokens. The library is given one end token that no text contains; its bit says
         # whether the text may end.
-        own = type(tokenizer).from_str(tokenizer.to_str())
-        own.add_special_tokens([END])
-        end = own.token_to_id(END)
+        copy = type(tokenizer).from_str(tokenizer.to_str())
+        copy.add_special_tokens([END])
+        end = copy.token_to_id(END)
         assert end is not None
         self.end = end
         self.vocab = vocab
         try:
             self._tokens = self._library.LLTokenizer(
-                own.to_str(), n_vocab=max(vocab, self.end + 1), eos_token=[self.end]
+                copy.to_str(), n_vocab=max(vocab, self.end + 1), eos_token=[self.end]
             )
         except ValueError as error:
             raise BadGrammar(f"grammar: this tokenizer cannot be used: {first_line(str(error))}") from None
@@ -68,7 +68,7 @@ class GrammarTokens:
         return GrammarMatcher(self.compile(grammar).deep_copy(), self, end_tokens)
 
     def has(self, grammar: Grammar) -> bool:
-        """Whether `compile` would return, or refuse, the grammar at once."""
+        """Whether the grammar was compiled or refused before, so that `compile` does not have to compile it."""
         with self._lock:
             return grammar in self._compiled
 
@@ -117,15 +117,17 @@ class GrammarTokens:
 
 
 class GrammarMatcher:
-    """Follows the text of one request. The text ends with one of `end_tokens`."""
+    """Checks the tokens of one request against its grammar. The text ends with one of `end_tokens`."""
 
     def __init__(self, matcher: Any, tokens: GrammarTokens, end_tokens: Collection[int]) -> None:
         self._matcher = matcher
         self._tokens = tokens
         # The 32-bit words of a bitmask that contain end tokens, and the bits of these tokens in them.
         bits = np.zeros_like(tokens.mask)
-        for token in (token for token in end_tokens if 0 <= token < tokens.vocab):
-            bits[token // 32] |= np.uint32(1 << token % 32).view(np.int32)
+        for token in end_tokens:
+            if 0 <= token < tokens.vocab:
+                word, bit = divmod(token, 32)
+                bits[word] |= np.uint32(1 << bit).view(np.int32)
         self._end_words = np.flatnonzero(bits)
         self._end_bits = bits[self._end_words]
 
@@ -154,12 +156,12 @@ class GrammarMatcher:
             raise BadGrammar(exceeded(self._matcher))
         # The library's bit of `end` says whether the text may end here. It is cleared, since `end` is no token of the
         # model.
-        may_end = mask[end // 32] >> end % 32 & 1
-        mask[end // 32] &= ~np.uint32(1 << end % 32).view(np.int32)
+        end_word, end_bit = divmod(end, 32)
+        may_end = (mask[end_word] >> end_bit) & 1
+        mask[end_word] &= ~np.uint32(1 << end_bit).view(np.int32)
         # End tokens are allowed exactly where the text may end, whatever the grammar says about them.
-        mask[self._end_words] = (
-            mask[self._end_words] | self._end_bits if may_end else mask[self._end_words] & ~self._end_bits
-        )
+        words = mask[self._end_words]
+        mask[self._end_words] = words | self._end_bits if may_end else words & ~self._end_bits
         row[:] = mask[: len(row)]
         if not may_end and not row.any():
             raise BadGrammar("grammar: no token can follow the text so far")

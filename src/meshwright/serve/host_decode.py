@@ -52,11 +52,11 @@ class _Text(NamedTuple):
     first: int
     """Position of the first token."""
     stored: Tensor
-    """`(layers, 2, kv_heads, tokens, head_dim)`, with room for more tokens."""
+    """Keys and values, `(layers, 2, kv_heads, capacity, head_dim)`. Tokens that are decoded later are written after the copied ones."""
 
 
-ROOM = 256
-"""A copy has room for a multiple of so many tokens."""
+CAPACITY_STEP = 256
+"""The number of tokens for which a copy has memory is a multiple of this number."""
 
 
 class HostDecode:
@@ -203,8 +203,8 @@ class HostDecode:
         blocks = table[start : position // size + 1]
         first = start * size
         stored = self._cache.index_select(0, torch.tensor(blocks)).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-        room = (position - first) // ROOM * ROOM + ROOM
-        self._text = text = _Text(part, blocks, first, stored.new_empty(*stored.shape[:3], room, self._head_dim))
+        capacity = ((position - first) // CAPACITY_STEP + 1) * CAPACITY_STEP
+        self._text = text = _Text(part, blocks, first, stored.new_empty(*stored.shape[:3], capacity, self._head_dim))
         text.stored[:, :, :, : position - first] = stored[:, :, :, : position - first]
         return text
 

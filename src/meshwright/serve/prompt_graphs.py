@@ -82,10 +82,10 @@ class PromptGraphs:
         self._step = step
         self._compute = compute
         self._sizes = tuple(sizes)
-        most = max(self._sizes, default=0)
+        largest = max(self._sizes, default=0)
         device = normed.device
-        self._tokens, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device)
-        self._slots = torch.full((groups, most), -1, dtype=torch.int32, device=device)
+        self._tokens, self._positions = torch.zeros(2, largest, dtype=torch.int32, device=device)
+        self._slots = torch.full((groups, largest), -1, dtype=torch.int32, device=device)
         self._normed = normed
         self._queries = self._attended = normed.new_empty(0)
         self._passes: dict[int, _Pass] = {}
@@ -169,10 +169,10 @@ class PromptGraphs:
         Returns the buffer into which attention writes its results, `(size, heads, width)`.
         """
         if not self._queries.numel():
-            most = self._sizes[-1]
+            largest = self._sizes[-1]
             heads = queries.shape[1]
-            self._queries = queries.new_zeros(most, *queries.shape[1:])
-            self._attended = queries.new_zeros(most, heads, width)
+            self._queries = queries.new_zeros(largest, *queries.shape[1:])
+            self._attended = queries.new_zeros(largest, heads, width)
         self._queries[:size].copy_(queries)
         return self._attended[:size]
 

@@ -67,9 +67,9 @@ class PromptLogprobs(NamedTuple):
 
     def each(self) -> Iterator[PromptToken]:
         """Yield the log probabilities of one token after the other."""
-        most = len(self.top) // max(self.tokens, 1)
+        top_count = len(self.top) // max(self.tokens, 1)
         for index, (chosen, rank) in enumerate(zip(self.chosen, self.ranks, strict=True)):
-            likeliest = slice(index * most, (index + 1) * most)
+            likeliest = slice(index * top_count, (index + 1) * top_count)
             yield PromptToken(chosen, rank, list(zip(self.top_tokens[likeliest], self.top[likeliest], strict=True)))
 
     def packed(self) -> list[str]:

@@ -24,7 +24,7 @@ def prompt_ids(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> tupl
 def check_request(ids: Sequence[int], new_tokens: int, *, context: int, vocab: int) -> None:
     """Raise BadInput unless a model can continue the prompt `ids` by at least one new token.
 
-    `context` is the most tokens of prompt and answer together; token ids are below `vocab`.
+    `context` is the maximum number of tokens of prompt and answer together; token ids are below `vocab`.
     """
     if not ids or min(ids) < 0 or max(ids) >= vocab:
         shown = f"{list(ids[:8])}{' …' if len(ids) > 8 else ''}"

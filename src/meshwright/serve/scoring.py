@@ -10,7 +10,7 @@ import torch
 from meshwright.models.decoder import Decoder
 
 MOST_LOGITS = 1 << 26
-"""Most logits of a batch, unless a single sequence has more."""
+"""Maximum number of logits of a batch, unless a single sequence has more."""
 
 
 class Score(NamedTuple):

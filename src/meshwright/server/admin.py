@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 MOST_BODY_BYTES = 64 << 10
-"""Most bytes in the body of a request to the admin port."""
+"""Maximum number of bytes in the body of a request to the admin port."""
 
 
 class Admin:

@@ -46,7 +46,7 @@ class TextAnswer:
         keep: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """`client`: connection to the engine; `tokens`: the bytes of each token; `request`: the checked request.
-        `body`: writes the answer in the form of one API; `context`: most tokens of prompt and answer together.
+        `body`: writes the answer in the form of one API; `context`: maximum number of tokens of prompt and answer together.
         `keep`: called with all new tokens of an answer when it ends, but not if a stop string ended it. It is given
         only for requests with one sequence.
         """

@@ -164,8 +164,9 @@ class StoreServer:
             return
         try:
             connection.frames.flush()
-            for frame in connection.frames.receive() if events & selectors.EVENT_READ else []:
-                self._take(connection, frame)
+            if events & selectors.EVENT_READ:
+                for frame in connection.frames.receive():
+                    self._take(connection, frame)
         except (EOFError, BadFrame, AttributeError, IndexError, KeyError, TypeError, ValueError):
             self._close(connection)
 

@@ -11,7 +11,7 @@ from meshwright.server.fields import checked_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_MESSAGES = 4_096
-"""Most messages in a chat."""
+"""Maximum number of messages in a chat."""
 _PARTS = ("text", "refusal")
 """Types of content parts. The text of a part is in the key that has the name of its type: `{"type": "text", "text": …}`."""
 

@@ -47,7 +47,10 @@ PAGE_HEADERS = [
     (b"x-frame-options", b"DENY"),
 ]
 OWN_BODY = 4 << 10
-"""Most bytes of a body that this process reads itself, in 1 to 3 ms, if it renders no template. A text process reads the others."""
+"""Maximum number of bytes of a body that this process reads itself, in 1 to 3 ms, if it renders no template.
+
+A text process reads all other bodies.
+"""
 RETRY_SECONDS = 1
 
 

@@ -56,8 +56,8 @@ LOAD_SECONDS = 600
 class EngineConnection:
     """The engine process's side of the connection to the HTTP process."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
         self._reader = ServerMessageReader()
 
     def fileno(self) -> int:
@@ -97,9 +97,10 @@ class EngineLoop:
         self._engine = engine
         self._connection = connection
         self._grammars = GrammarJobs(engine)
-        self._unwanted: set[int] = set()
         self._compiling: set[int] = set()
-        """Ids of the sequences whose grammar is being compiled. `_unwanted` has the ids among these that were aborted."""
+        """Ids of the sequences whose grammar is being compiled."""
+        self._unwanted: set[int] = set()
+        """Ids in `_compiling` whose sequences were aborted."""
         self.transfers = (
             None if transfer is None else BlockTransfers(engine, transfer, self._submit_sequences, self._grammars)
         )
@@ -127,7 +128,7 @@ class EngineLoop:
                     select.select([self._connection, self._grammars], [], [])
                 for message in self._connection.receive(wait=False):
                     self._take(message)
-                self._grammars.run_done()
+                self._grammars.call_finished()
                 if self._busy():
                     updates = self._engine.step()
                     self._send(updates if self.transfers is None else self.transfers.after_step(updates))
@@ -156,7 +157,7 @@ class EngineLoop:
         self._grammars.when_compiled(request["grammar"], partial(self._begin, request))
 
     def _begin(self, request: dict[str, Any]) -> None:
-        """Go on with a message `submit` after its grammar is compiled: let a peer compute the prompt, or submit it to the engine."""
+        """Begin a request (a message `submit`) once its grammar is compiled: let a peer compute its prompt, or submit it to the engine."""
         ids = set(request["ids"])
         aborted = ids & self._unwanted
         self._compiling -= ids
@@ -189,7 +190,7 @@ class EngineLoop:
             self._refuse(request, *RequestFailure.of(error))
 
     def _refuse(self, request: Mapping[str, Any], message: str, code: str | None) -> None:
-        """Send the HTTP process that the sequences of a request are refused."""
+        """Tell the HTTP process that the sequences of a request are refused."""
         self._abort(request["ids"])
         self._connection.send({"refused": request["ids"], "error": message, "code": code})
 

@@ -32,20 +32,22 @@ class GrammarJobs:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._wanted: queue.SimpleQueue[tuple[GrammarTokens, Grammar, Callable[[], None]]] = queue.SimpleQueue()
-        self._done: deque[Callable[[], None]] = deque()
+        """The grammars that the thread must compile, each with its vocabulary and its function `done`."""
+        self._finished: deque[Callable[[], None]] = deque()
+        """The functions `done` of compiled grammars that are not called yet."""
         self._thread: threading.Thread | None = None
         self._ours, self._theirs = socket.socketpair()
         self._check = GrammarCheck()
 
     def fileno(self) -> int:
-        """Return a file descriptor that becomes readable when a grammar has been compiled; then call `run_done`."""
+        """Return a file descriptor that becomes readable when a grammar has been compiled; then call `call_finished`."""
         return self._ours.fileno()
 
     def when_compiled(self, grammar: Sequence[Any] | None, done: Callable[[], None]) -> None:
         """Call `done` when a grammar is compiled or refused.
 
         `grammar` is (notation, text) or None. If there is nothing to wait for, `done` is called at once; otherwise a
-        later call of `run_done` calls it.
+        later call of `call_finished` calls it.
         """
         try:
             tokens = None if grammar is None else self._engine.grammars()
@@ -59,18 +61,19 @@ class GrammarJobs:
             self._thread = threading.Thread(target=self._compile_all, name="grammars", daemon=True)
             self._thread.start()
 
-    def run_done(self) -> None:
+    def call_finished(self) -> None:
         """Call the `done` functions of all grammars that were compiled since the last call."""
-        for _ in range(len(self._done)):
+        for _ in range(len(self._finished)):
             self._ours.recv(1)
-            self._done.popleft()()
+            done = self._finished.popleft()
+            done()
 
     def close(self) -> None:
         """Kill the process that tries grammars."""
         self._check.close()
 
     def _compile_all(self) -> None:
-        """Run by the thread: compile one wanted grammar after the other, and put its `done` function into the queue."""
+        """Compile one wanted grammar after the other, and put its `done` function into the queue. The thread runs this."""
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while True:
@@ -79,7 +82,7 @@ class GrammarJobs:
                 self._compile(tokens, grammar)
             except Exception as error:  # the engine would meet the same error: refuse the grammar
                 tokens.refuse(grammar, f"grammar: cannot be prepared: {type(error).__name__}: {error}")
-            self._done.append(done)
+            self._finished.append(done)
             self._theirs.send(b"1")
 
     def _compile(self, tokens: GrammarTokens, grammar: Grammar) -> None:

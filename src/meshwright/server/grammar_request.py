@@ -14,7 +14,7 @@ from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields, checked_text
 
 LONGEST_SCHEMA = 64 << 10
-"""Most characters of a schema, regular expression or grammar."""
+"""Maximum number of characters of a schema, regular expression or grammar."""
 _MEANING = re.compile(r"[\\.+*?()|\[\]{}^$]")
 """Characters with a special meaning in a regular expression."""
 

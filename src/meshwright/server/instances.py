@@ -122,7 +122,7 @@ class Instances:
         """
         self._clock = clock
         self._targets = targets_of(urls)
-        self._most = most_requests
+        self._request_limit = most_requests
         self._health_seconds = health_seconds
         self._silent_seconds = silent_seconds
         self.all: dict[tuple[str, int], ServerInstance] = {}
@@ -147,8 +147,8 @@ class Instances:
 
         Returns None if each usable server is in `tried` or has its largest number of requests.
         """
-        left = set(tried)
-        free = [each for each in self.usable if each.requests < self._most and each not in left]
+        excluded = set(tried)
+        free = [each for each in self.usable if each.requests < self._request_limit and each not in excluded]
         if not free:
             return None
         return self._routing.choose(free, prefix_hashes(body), PREFIX_BYTES / TOKEN_BYTES)

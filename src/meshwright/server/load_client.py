@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from meshwright.spec.deployment import PREFIX_BLOCK, TimedRequest
 
 CHUNK_BYTES = 1 << 16
-"""Most bytes of one read from a socket."""
+"""Maximum number of bytes of one read from a socket."""
 
 
 @dataclass

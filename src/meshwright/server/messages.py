@@ -44,7 +44,7 @@ Engines also exchange these: an engine that computes a prompt for another one se
 _LENGTH = struct.Struct("!I")
 """The length before each message: an unsigned integer of 4 bytes, big-endian."""
 MOST_BYTES = 256 << 20
-"""Most bytes of one message."""
+"""Maximum number of bytes of one message."""
 
 
 def encode(message: dict[str, Any]) -> bytes:

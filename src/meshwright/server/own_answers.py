@@ -23,9 +23,9 @@ from meshwright.data.token_bytes import TokenBytes
 BLOCK = 256
 """Tokens in a block. Earlier prompts are looked up by the digest of their whole blocks."""
 MOST_TOKENS = 1 << 20
-"""Most tokens of all kept answers together; the oldest answers are dropped first."""
+"""Maximum number of tokens of all kept answers together; the oldest answers are dropped first."""
 MOST_OF_BLOCK = 32
-"""Most kept answers to prompts with the same whole blocks."""
+"""Maximum number of kept answers to prompts with the same whole blocks."""
 
 
 class _Answer(NamedTuple):

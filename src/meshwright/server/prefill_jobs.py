@@ -205,7 +205,9 @@ class PrefillJobs:
 
     def accept(self, *, readable: bool) -> None:
         """Accept new connections if the listening socket is `readable`."""
-        for end in self._acceptor.accept() if readable else ():
+        if not readable:
+            return
+        for end in self._acceptor.accept():
             connection = PrefillConnection(end, time.monotonic())
             closed = self._table.add(connection, TRANSFERS.head_seconds)
             if closed is connection:

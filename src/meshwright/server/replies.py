@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 PIECE_BYTES = 1 << 20
-"""Most bytes of an answer that are sent before the event loop gets a turn."""
+"""Maximum number of bytes of an answer that are sent before the event loop gets a turn."""
 BODY_SECONDS = 30.0
 """Seconds that a client has to send a body."""
 
 
 MOST_ID_BYTES = 128
-"""Most bytes of a client's request id."""
+"""Maximum number of bytes of a client's request id."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MOST_ID_BYTES)
 """A request id that is safe to log: visible ASCII characters."""
 

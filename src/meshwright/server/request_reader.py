@@ -62,7 +62,7 @@ class RequestReader:
     ) -> None:
         """`model`: the model's name in the API.
         `template`: result of `chat_template`, compiled once and shared by several readers; None if the model has none.
-        `context`: most tokens of prompt and answer together.
+        `context`: maximum number of tokens of prompt and answer together.
         `vocab`: token ids are below this number.
         """
         self._files = files

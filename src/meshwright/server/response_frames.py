@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 MOST_HEAD_BYTES = 64 << 10
-"""Most bytes of an answer's head."""
+"""Maximum number of bytes of an answer's head."""
 _LONGEST_SIZE_LINE = 1024
-"""Most bytes of the line with a chunk's size."""
+"""Maximum number of bytes of the line with a chunk's size."""
 _WITHOUT_CONTENT = (204, 304)
 """Statuses of answers that never have a body."""
 

@@ -37,8 +37,8 @@ class Router:
         self._key = None if spec.api_key is None else spec.api_key.encode()
         self.clients: ConnectionTable[ClientConnection] = ConnectionTable(ROUTE)
         self.unread: dict[ClientConnection, float] = {}
-        """Clients whose answers wait because they do not read them, with the time since when; the longest-waiting
-        client first.
+        """Clients that do not read their answers, so that these wait; with the time since when. The client that has read
+        nothing for the longest time is first.
         """
         self.draining = False
         """Whether new requests are refused because the router stops."""
@@ -57,15 +57,15 @@ class Router:
         """Number of requests that have not been answered completely."""
         return sum(client.request is not None for client in self.clients)
 
-    def drop_unread(self, before: float) -> bool:
-        """Disconnect the client that has read nothing of its answer for the longest time, if that began before
-        `before`.
+    def drop_unread(self, latest: float) -> bool:
+        """Disconnect the client that has read nothing of its answer for the longest time.
 
-        `before` is a time of the event loop. Returns whether a client was disconnected. Without this, clients that
-        never read could occupy all places of the servers, each for as long as a connection may be idle.
+        A client is disconnected only if it has read nothing since the time `latest` of the event loop, or for longer.
+        Returns whether a client was disconnected. Without this, clients that never read could use up the requests that the
+        servers accept at a time, each client for as long as a connection may be idle.
         """
         client = next(
-            (each for each, since in self.unread.items() if since <= before and each.server is not None), None
+            (each for each, since in self.unread.items() if since <= latest and each.server is not None), None
         )
         if client is not None:
             client.drop()

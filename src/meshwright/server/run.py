@@ -62,7 +62,8 @@ def run_server(
 
     `say` is called with a line that has the server's address, once the server accepts requests. `cluster` is this host
     with as many devices as the tensor ranks (`spec.tensor`) or the expert ranks (`experts.count`). Without it, the
-    engine runs on one device. `absorb` is the field of `EngineOptions`.
+    engine runs on one device. `absorb` says whether decodes with latent attention attend to latents
+    (`EngineOptions.absorb`).
 
     Raises BadInput for wrong settings, and the engine's error if the engine cannot continue.
     """
@@ -72,7 +73,7 @@ def run_server(
     spec = with_keys(spec)
     hide_arguments(given)
     check_addresses(spec)
-    # Without follow, the engine chooses the checkpoint and verifies every byte.
+    # Without `spec.follow`, the engine's process chooses the checkpoint, and verifies every byte.
     chosen = newest(folder) if spec.follow else None
     served = folder if chosen is None else chosen.path
     if tokenizer_file(folder) is None:
@@ -103,6 +104,7 @@ def run_server(
         files = read_model_files(folder, template, defaults=spec.generation_config == "auto")
         name = spec.name or folder.resolve().name
         tell_defaults(files.sampling)
+        # Which tokens begin each text, and where the files of the model contradict each other.
         for sentence in files.text.sentences():
             write_line(sentence, sys.stderr)
         client = EngineClient(ServerMetrics(name), exchanges=spec.exchanges)
@@ -119,8 +121,8 @@ def run_server(
 class _Server:
     """A running server, from the start of its processes to their end.
 
-    `sockets` has the socket of the API and, with an admin port, the admin socket. `folder` is the user's; `served` is
-    the checkpoint that the engine loads. With `follow`, `chosen` describes that checkpoint.
+    `sockets` has the socket of the API and, with an admin port, the admin socket. `folder` is the folder that the user
+    named, and `served` the checkpoint that the engine loads. With `spec.follow`, `chosen` describes that checkpoint.
     """
 
     def __init__(
@@ -160,13 +162,13 @@ class _Server:
             loop.add_signal_handler(number, self._on_signal)
         with logging_on_stderr(spec.log_requests):
             tasks = [
-                self._guard("HTTP", partial(server.serve, [end]), ends=True)
-                for server, end in zip(servers, self._sockets, strict=True)
+                self._guard("HTTP", partial(server.serve, [listening]), required=True)
+                for server, listening in zip(servers, self._sockets, strict=True)
             ]
             follower = Follower(self._api, self._folder, self._served, spec.follow_seconds)
             watching = [
                 self._guard("follow", follower.follow) if spec.follow else None,
-                self._guard("ranks", partial(self._process.watch, self._client), ends=True),
+                self._guard("ranks", partial(self._process.watch, self._client), required=True),
                 self._guard("loading", partial(tell_loading, self._client, self._api.name)),
             ]
             await self._until_stopped()
@@ -180,9 +182,11 @@ class _Server:
             await asyncio.gather(*tasks)
         self._client.close()
 
-    def _guard(self, name: str, work: Callable[[], Awaitable[object]], *, ends: bool = False) -> asyncio.Future[None]:
-        """Start a background task. With `ends`, the server fails if the task fails."""
-        fatal = partial(self._client.fail, code=EXIT_INTERNAL) if ends else None
+    def _guard(
+        self, name: str, work: Callable[[], Awaitable[object]], *, required: bool = False
+    ) -> asyncio.Future[None]:
+        """Start a background task. If it is `required`, the server fails when the task fails."""
+        fatal = partial(self._client.fail, code=EXIT_INTERNAL) if required else None
         return asyncio.ensure_future(guarded(name, work, self._client.metrics.task_failures, fatal=fatal))
 
     def _on_signal(self) -> None:
@@ -191,7 +195,7 @@ class _Server:
         self._stop.set()
 
     async def _until_stopped(self) -> None:
-        """Wait for a signal, or until the engine fails. When the engine is ready, say so."""
+        """Wait for a signal, or until the engine fails. When the engine is ready, print the server's address."""
         stop = asyncio.ensure_future(self._stop.wait())
         served = False
         while not stop.done():
@@ -243,7 +247,7 @@ async def tell_loading(client: EngineClient, name: str) -> None:
 
 
 def transfer_setup(spec: ServeSpec) -> TransferSetup | None:
-    """Return the settings of exchanges with other engines; None if this engine exchanges nothing."""
+    """Return the settings for the exchange of cache blocks with other engines; None if this engine exchanges none."""
     if not spec.exchanges:
         return None
     return TransferSetup(

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from meshwright.server.engine_setup import EngineSetup
 
 USED = ("sequences", "step_tokens", "context")
-"""Settings of `EngineSettings` that a reward model uses: most sequences and most tokens in a batch, and most tokens in
-a sequence.
+"""Settings of `EngineSettings` that a reward model uses: the maximum numbers of sequences and of tokens in a batch, and the
+maximum number of tokens in a sequence.
 """
 
 

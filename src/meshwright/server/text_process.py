@@ -53,7 +53,7 @@ LEAST_LIMIT_BYTES = 4 << 30
 LIMIT_PER_BODY_BYTE = 400
 """The memory limit has this many bytes for each byte of the longest allowed body. Tokenizing takes about 200 of them."""
 _RECEIVE_BYTES = 1 << 20
-"""Most bytes of one read from the socket."""
+"""Maximum number of bytes of one read from the socket."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from meshwright.spec.serve import ServeSpec
 LONGEST_STOP_STRING = 256
 MOST_STOP_IDS = 64
 MOST_PROMPT_LOGPROBS = 1 << 20
-"""Most log probabilities of prompts in an answer, with those of the likeliest tokens: about 40 MB of JSON."""
+"""Maximum number of log probabilities of prompts in an answer, with those of the likeliest tokens: about 40 MB of JSON."""
 MOST_BAD_WORDS = 128
-"""Most words in `bad_words`."""
+"""Maximum number of words in `bad_words`."""
 LONGEST_BAD_WORD = 256
-"""Most characters of one of them."""
+"""Maximum number of characters of one of the words in `bad_words`."""
 WITHOUT_EFFECT = (
     "user",
     "metadata",
@@ -71,7 +71,7 @@ class RequestLimits:
 
     @property
     def new_tokens(self) -> int:
-        """Most new tokens of a text."""
+        """Maximum number of new tokens of a text."""
         return min(self.spec.max_new_tokens or self.context, self.context)
 
 
@@ -82,7 +82,7 @@ class CheckedTextRequest:
     count: int
     """Sequences for each prompt."""
     new_tokens: int
-    """Most new tokens of a text, if the context has room for them; 0 for an answer about the prompt only."""
+    """Maximum number of new tokens of a text, if the context has room for them; 0 for an answer about the prompt only."""
     sampling: dict[str, Any]
     """Fields of `SamplingOptions`; without `seed` each prompt gets a random one."""
     logprobs: int | None

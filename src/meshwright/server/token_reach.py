@@ -95,7 +95,9 @@ def _steps(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, An
 
 
 def _shrinks(step: Mapping[str, Any], in_bytes: bool) -> float:
-    """Return how much a normalizer can shrink a text: most characters, or with `in_bytes` most bytes, that become one.
+    """Return how much a normalizer can shrink a text: the largest number of characters that become one.
+
+    With `in_bytes`, bytes are counted instead of characters.
 
     Raises _Unlimited if no limit is known.
     """

@@ -10,9 +10,9 @@ from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields
 
 MOST_TOOLS = 128
-"""Most tools in a request."""
+"""Maximum number of tools in a request."""
 MOST_REFERENCES = 4
-"""Most nested references and alternatives of a schema that are followed to find the type of a parameter."""
+"""Maximum number of nested references and alternatives of a schema that are followed to find the type of a parameter."""
 _CHOICES = ("none", "auto", "required")
 """The values of `tool_choice` that are texts."""
 
@@ -89,7 +89,9 @@ def calls_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> di
         parameters: dict[str, Any] = {"type": "object", **(function.get("parameters") or {})}
         for key in ("$defs", "definitions"):
             found = parameters.pop(key, None)
-            for name, definition in (found if isinstance(found, dict) else {}).items():
+            if not isinstance(found, dict):
+                continue
+            for name, definition in found.items():
                 if definitions.setdefault(key, {}).setdefault(name, definition) != definition:
                     raise RequestError(400, f"tools: two of them define {key}.{name[:60]} differently", param="tools")
         properties = {"name": {"const": function["name"]}, "arguments": parameters}

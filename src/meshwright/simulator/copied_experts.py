@@ -27,9 +27,9 @@ from meshwright.workload.groups import all_present, copies_experts, moves_expert
 DECISION_DELAY = 2
 """A decision made from the loads up to step n is used in step n + 2 (`training.expert_decisions`)."""
 PLAYED_STEPS = 12
-"""The most recorded steps that are simulated."""
+"""Maximum number of recorded steps that are simulated."""
 PLAYED_LAYERS = 8
-"""The most layers that are simulated."""
+"""Maximum number of layers that are simulated."""
 
 
 @dataclass(frozen=True)

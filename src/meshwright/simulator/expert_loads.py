@@ -1,6 +1,7 @@
-"""Simulates MoE layers with a placement policy, which decides on which ranks copies of experts are present, over recorded loads.
+"""Replays the recorded expert loads of a training with a placement policy, and computes how long its MoE layers take.
 
-As in training, the policy sees only the loads of earlier steps. Each step's time is computed with the step's own loads.
+The policy decides on which ranks copies of experts are present. As in training, it sees only the loads of earlier steps. Each step's time
+is computed with the step's own loads.
 """
 
 from __future__ import annotations
@@ -54,17 +55,19 @@ def play_loads(
 ) -> PlayedLoads:
     """Simulate MoE layers over `steps`, each an array of counts `(layers, ranks, experts)`: how many rows a rank sends to an expert.
 
-    `place` decides which experts are present on which ranks. Without it, `initial` `(layers, ranks, experts)` holds in all steps.
-    `place` sees the loads of `window` steps, up to the step `delay` steps before the one that is simulated. The first `delay` steps
-    only fill this window, and are not in the result. `owners` `(layers, experts)` is the rank that owns each expert, and `slots`
-    the most copies that a rank can have.
+    - `owners` `(layers, experts)`: the rank that owns each expert.
+    - `place`: decides which experts are present on which ranks. If it is None, the experts in `initial` `(layers, ranks, experts)` are
+      present in all steps.
+    - `slots`: the maximum number of copies that a rank can have.
+    - `window`, `delay`: for step s, `place` sees the loads of `window` steps, of which step s - `delay` is the last. With a window of 3 and
+      a delay of 2, it sees steps 5, 6 and 7 for step 9. The first `delay` steps are seen, but not simulated, so they are not in the result.
     """
     history = LoadWindow(window)
     present = initial
     times = []
     imbalances = []
-    for number, counts in enumerate(steps[delay:]):
-        history.add(steps[number])
+    for seen_counts, counts in zip(steps, steps[delay:], strict=False):
+        history.add(seen_counts)
         problem = PlacementProblem(counts, owners, slots, costs)
         if place is not None:
             present = place(PlacementProblem(history.sums(), owners, slots, costs, len(history)))

@@ -33,23 +33,23 @@ def draw(timeline: Timeline, column_seconds: float | None = None) -> str:
         first = round(start / column)
         last = round(end / column)
         text = "&".join(_label(part, schedule.placement[rank][0]) for part in action.parts)
-        text = text.ljust((last - first) * width - 1, "-")[: (last - first) * width - 1] + " "
-        lines[rank][first:last] = [text[at : at + width] for at in range(0, len(text), width)]
-    name = len(str(schedule.ranks - 1))
-    return "\n".join(f"{rank:{name}}  {''.join(line).rstrip()}" for rank, line in enumerate(lines))
+        characters = (last - first) * width
+        text = text.ljust(characters - 1, "-")[: characters - 1] + " "
+        lines[rank][first:last] = [text[begin : begin + width] for begin in range(0, len(text), width)]
+    return _numbered(lines)
 
 
 def draw_within(timeline: Timeline, characters: int) -> str | None:
     """Draw to scale, in lines of at most `characters` characters. Returns None if an action would be narrower than one character.
 
-    If the schedule has actions of single units, the units of a stage are drawn as one action.
+    If the schedule has an action for each FSDP unit of a stage, the actions of a stage's units are drawn as one action.
     """
     schedule = timeline.schedule
-    name = len(str(schedule.ranks - 1))
+    rank_width = len(str(schedule.ranks - 1))
     spans = _by_stage(timeline)
     end = max(last for *_, last in spans)
-    column = end / (characters - name - 2)
-    if characters < name + 12 or min(last - first for _, _, first, last in spans) < column:
+    column = end / (characters - rank_width - 2)
+    if characters < rank_width + 12 or min(last - first for _, _, first, last in spans) < column:
         return None
     lines = [["."] * round(end / column) for _ in range(schedule.ranks)]
     for rank, action, begin, finish in spans:
@@ -57,24 +57,38 @@ def draw_within(timeline: Timeline, characters: int) -> str | None:
         last = round(finish / column)
         text = "&".join(_label(part, schedule.placement[rank][0]) for part in action.parts)
         width = last - first
-        lines[rank][first:last] = text[:width].ljust(width - 1, "-").ljust(width)
-    return "\n".join(f"{rank:{name}}  {''.join(line).rstrip()}" for rank, line in enumerate(lines))
+        # Dashes fill the action's columns up to the last, which stays empty if the text leaves it free.
+        text = text[:width].ljust(width - 1, "-").ljust(width)
+        lines[rank][first:last] = list(text)
+    return _numbered(lines)
+
+
+def _numbered(lines: list[list[str]]) -> str:
+    """Return the text of a picture: the columns of each rank after the rank's number."""
+    rank_width = len(str(len(lines) - 1))
+    return "\n".join(f"{rank:{rank_width}}  {''.join(line).rstrip()}" for rank, line in enumerate(lines))
 
 
 def _by_stage(timeline: Timeline) -> list[tuple[int, Action, float, float]]:
-    """Return the compute actions as (rank, action, start, end). Consecutive units of the same stage and micro-batch become one action."""
+    """Return the compute actions as (rank, action, start, end).
+
+    Consecutive actions of a rank that differ only in the FSDP unit become one action.
+    """
     merged: list[tuple[int, Action, float, float]] = []
     latest_index: dict[int, int] = {}
     for rank, _, action, start, end in timeline.records:
         if action.op not in COMPUTE:
             continue
-        whole = action._replace(unit=None, pair=tuple(part._replace(unit=None) for part in action.pair))
+        # An action of two micro-batches has an action for each of them in `pair`. Other actions have an empty `pair`.
+        pair = tuple(part._replace(unit=None) for part in action.pair)
+        of_stage = action._replace(unit=None, pair=pair)
         index = latest_index.get(rank)
-        if index is not None and merged[index][1] == whole:
-            merged[index] = rank, whole, merged[index][2], end
+        if index is not None and merged[index][1] == of_stage:
+            begin = merged[index][2]
+            merged[index] = rank, of_stage, begin, end
         else:
             latest_index[rank] = len(merged)
-            merged.append((rank, whole, start, end))
+            merged.append((rank, of_stage, start, end))
     return merged
 
 

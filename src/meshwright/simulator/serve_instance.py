@@ -28,7 +28,7 @@ from meshwright.spec.deployment import Role
 
 NEVER = float("inf")
 LONGEST_RUN = 4096
-"""The most decode steps that one run may have."""
+"""Maximum number of decode steps that one run may have."""
 ROUNDING = 1e-6
 """Allowed relative rounding error when many step times are added."""
 Action = Callable[[float], None]

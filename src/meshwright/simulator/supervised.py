@@ -28,7 +28,7 @@ from meshwright.policies.supervision import Rules, State, decide
 from meshwright.spec.errors import EXIT_COMMUNICATION
 
 MOST_HOSTS = 8
-"""The most hosts that are simulated. The failure rate is that of the whole job, so more hosts would not change the result."""
+"""Maximum number of hosts that are simulated. The failure rate is that of the whole job, so more hosts would not change the result."""
 REQUEUE_SECONDS = 600.0
 """Seconds from the end of a job whose restarts are exhausted until a scheduler starts it again."""
 

@@ -46,7 +46,9 @@ def _bound_mistakes(spec: ModelSpec) -> Iterator[WrongKey]:
     """Yield the numbers that are outside their bounds, and a number of experts that no machine can list."""
     sections = {"": spec, **{f"{key}.": getattr(spec, key) for key in (*SCALINGS, "adapter")}}
     for prefix, section in sections.items():
-        for name, annotation in hints_of(type(section)).items() if section is not None else ():
+        if section is None:
+            continue
+        for name, annotation in hints_of(type(section)).items():
             value = getattr(section, name)
             bounds = get_args(annotation)[1:]
             if not all(within(bound, value) for bound in bounds):

@@ -1,7 +1,6 @@
-"""Words of other programs, and what to write here instead: of torchtitan, Hugging Face's Trainer, TRL, verl, axolotl
-and vLLM.
+"""Names of settings in torchtitan, Hugging Face's Trainer, TRL, verl, axolotl and vLLM, and what to write here instead.
 
-The check of run files and settings uses this table, and so does the command line.
+The check of run files and settings uses these tables, and so does the command line.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-_FOLDER = "a run is written to RUNS/NAME: set name, and RUNS by --runs"
-_ACCUMULATION = (
-    "the planner divides train.global_batch into micro-batches; plan.micro_batch pins the sequences of one on a rank"
-)
+_FOLDER = "a run is written to RUNS/NAME: set NAME with the key name, and RUNS with --runs"
+_ACCUMULATION = "the planner divides train.global_batch into micro-batches; plan.micro_batch pins a rank's sequences of a micro-batch"
 _BATCH_OF_RANK = (
-    "give the whole step's sequences as train.global_batch; plan.micro_batch pins those of one pass of a rank"
+    "give the whole step's sequences as train.global_batch; plan.micro_batch pins a rank's sequences of a micro-batch"
 )
 _PRECISION = "weights and optimizer are fp32; plan.compute pins forward and backward, bf16 where GPUs have it"
 _FP8 = "plan.linear=fp8_rowwise or fp8_tensorwise"
-_NOT_QUANTISED = "weights are trained in bf16 or fp32: quantised weights are not trained, nor adapters beside them"
+_NOT_QUANTISED = "weights are trained in bf16 or fp32: neither quantised weights nor adapters of them are trained"
 _NO_DOWNLOAD = "nothing is downloaded; download the folder first and name it"
 _MODEL = "model=PRESET for the dimensions; model.init=hf:DIR starts from the weights in a folder"
 _CORPUS = "`meshwright data prepare INPUT --out DIR` makes a corpus, which is data.mix=DIR"
@@ -64,7 +61,7 @@ TRAINING = {
     "train_batch_size": Meaning("train.global_batch"),
     "batch_size": Meaning("train.global_batch"),
     "rampup_batch_size": Meaning(
-        "train.batch_ramp", "a list of {until: STEP, batch: SEQUENCES}; train.global_batch follows"
+        "train.batch_ramp", "a list of {until: STEP, batch: SEQUENCES}; after these steps, train.global_batch is used"
     ),
     "gradient_accumulation_steps": Meaning("plan.micro_batch", _ACCUMULATION),
     "gradient_checkpointing": Meaning("plan.recompute"),
@@ -120,9 +117,11 @@ TRAINING = {
     "reward_funcs": Meaning("rl.reward", "file: FILE.py with a function, or model: DIR of a reward model"),
     "reward_function": Meaning("rl.reward.function", "its name in rl.reward.file"),
     "reward_model": Meaning("rl.reward.model"),
-    "num_iterations": Meaning("rl.updates", "steps whose answers are sampled together; each is one update"),
+    "num_iterations": Meaning(
+        "rl.updates", "a number of steps: their answers are sampled together, and each step is one update"
+    ),
     "ppo_mini_batch_size": Meaning(
-        "rl.updates", "steps of train.global_batch questions whose answers are sampled together"
+        "rl.updates", "a number of steps of train.global_batch questions: their answers are sampled together"
     ),
     "epsilon_high": Meaning("rl.clip_above"),
     "clip_ratio": Meaning("rl.clip_above", "and rl.clip_below"),
@@ -134,8 +133,8 @@ TRAINING = {
     "loss_agg_mode": Meaning("rl.divisor"),
     "mask_truncated_completions": Meaning("rl.train_truncated", "false leaves them out"),
     "importance_sampling_level": Meaning("rl.policy", "ratios are those of tokens"),
-    "use_vllm": Meaning(None, "answers are sampled by the engine beside the trainer"),
-    "vllm_mode": Meaning(None, "answers are sampled by the engine beside the trainer"),
+    "use_vllm": Meaning(None, "answers are sampled by this program's own engine"),
+    "vllm_mode": Meaning(None, "answers are sampled by this program's own engine"),
     # axolotl
     "base_model": Meaning("model", _MODEL),
     "datasets": Meaning("data.mix", _CORPUS),
@@ -229,7 +228,7 @@ TRAINING = {
     "first_k_dense_replace": Meaning("model.first_dense_layers"),
     "tie_word_embeddings": Meaning("model.tied"),
 }
-"""Word → its meaning, with the dotted key of a run file."""
+"""Name of a setting for training in another program → its meaning here, with the dotted key of a run file."""
 
 SERVING = {
     "model": Meaning(None, "name the folder without an option: meshwright serve DIR"),
@@ -252,11 +251,13 @@ SERVING = {
     "dtype": Meaning("weights", "the dtype is the model's own; weights=fp8 or int8 computes the blocks in that format"),
     "served_model_name": Meaning("name"),
     "tool_call_parser": Meaning("notation"),
-    "reasoning_parser": Meaning("notation", "one notation has the marks of reasoning and of tool calls"),
+    "reasoning_parser": Meaning("notation", "a notation says how both reasoning and tool calls are marked"),
     "enable_auto_tool_choice": Meaning("notation", "tool calls are recognised by default"),
     "speculative_model": Meaning("draft_model"),
     "num_speculative_tokens": Meaning("speculate"),
-    "speculative_config": Meaning("speculate", "a number of draft tokens; draft_model names who proposes them"),
+    "speculative_config": Meaning(
+        "speculate", "a number of draft tokens; draft_model names the model that proposes them"
+    ),
     "kv_transfer_config": Meaning("role", "role, transfer_address and prefill_engines"),
     "disable_log_requests": Meaning("log_requests", "log_requests: false, or --no-log-requests"),
     "tokenizer": Meaning(None, _FOLDER_TOKENIZER),
@@ -274,7 +275,7 @@ SERVING = {
     "ssl_certfile": Meaning(None, _TLS),
     "seed": Meaning(None, "`seed` is a field of a request"),
 }
-"""Word → its meaning, with the key of the settings of `serve`."""
+"""Name of a setting for serving in another program → its meaning here, with the key of the settings of `serve`."""
 
 OTHER_OPTIONS = {
     "max_tokens": "tokens",
@@ -290,7 +291,7 @@ OTHER_OPTIONS = {
     "output": "out",
     "resume": "fresh",
 }
-"""Word → the option with this meaning, for other commands that have this option."""
+"""Name of an option in another program → the option with this meaning, for commands that take no keys and do not serve."""
 
 THIS_MACHINE = {"auto", "cuda", "device", "gpu", "gpus", "nvidia"}
 """Values of `cluster.gpu` that people write if they mean the devices of this machine."""
@@ -324,8 +325,8 @@ def option_hint(word: str, options: frozenset[str], is_key: Callable[[str], bool
 
 
 def no_folder_hint(text: str, *, dataset: bool = False) -> str:
-    """Return what to do if `text` was given as a folder but is none: the end of a message, empty if nothing is known
-    about it.
+    """Return what to do if `text` was given as a folder but is none. The result is the end of a message; it is empty if
+    nothing is known about `text`.
 
     A text ORG/NAME without a folder ORG is taken for a model or a data set of a hub; a name with `.gguf` is a GGUF
     file.

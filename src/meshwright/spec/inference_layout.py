@@ -37,10 +37,8 @@ def rank_pieces(
 ) -> tuple[ParameterBox, ...]:
     """Return the boxes of a parameter that tensor rank `part`, or expert rank `experts`, has.
 
-    They follow each other along `piece_dimension`.
-
-    `split_error` and `experts_error` say which models can be divided. A bias that is added after an all-reduce over
-    tensor ranks is only on the first rank.
+    The rank joins its boxes along `piece_dimension`. `split_error` and `experts_error` say which models can be divided. A
+    bias that is added after an all-reduce over tensor ranks is only on the first rank.
     """
     if parameter.expert and experts.count > 1:
         owned = even_rows(spec.experts, experts.count, experts.index)
@@ -85,9 +83,9 @@ def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
 
 
 def split_error(spec: ModelSpec, ranks: int) -> str | None:
-    """Return which numbers of tensor ranks can divide the model for inference, as text, if `ranks` cannot.
+    """Return None if `ranks` tensor ranks can divide the model for inference.
 
-    The result is None if they can.
+    Otherwise return what an error message says is expected instead, such as "a divisor of model.expert_hidden = 768".
     """
     if error := tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.dense_widths, spec.vocab_size, None):
         return error
@@ -98,7 +96,10 @@ def split_error(spec: ModelSpec, ranks: int) -> str | None:
 
 
 def experts_error(spec: ModelSpec, ranks: int) -> str | None:
-    """Return which numbers of ranks can divide the model's experts, as text, if `ranks` cannot; None if they can."""
+    """Return None if `ranks` ranks can divide the model's experts.
+
+    Otherwise return what an error message says is expected instead, such as "a divisor of model.experts = 128".
+    """
     if not spec.experts:
         return "1, as the model has no experts"
     return f"a divisor of model.experts = {spec.experts}" if spec.experts % ranks else None
@@ -107,18 +108,26 @@ def experts_error(spec: ModelSpec, ranks: int) -> str | None:
 def _expert_pieces(spec: ModelSpec, parameter: ParameterSpec, part: AxisPart) -> Iterator[ParameterBox]:
     """Yield the boxes of a tensor rank in a parameter of routed experts.
 
-    The weights of their inputs `(experts, matrices · width, hidden)` are divided in dimension 1, the weights `down`
-    `(experts, hidden, width)` in dimension 2. Biases `(experts, …)` are divided as their layer is. The biases of `down`
-    are added after an all-reduce over the ranks, so only the first rank has them.
+    The ranks divide the width of every expert. In these shapes, `matrices` is 2 for a gate and an up matrix, else 1:
+
+        gate_up or up        (experts, matrices · width, hidden)   dimension 1 is divided, in each matrix
+        its bias             (experts, matrices · width)           dimension 1 is divided, in each matrix
+        down                 (experts, hidden, width)              dimension 2 is divided
+        its bias             (experts, hidden)                     only the first rank has it
+
+    The bias of `down` is added after an all-reduce over the ranks.
     """
-    width, (experts, first, *second) = spec.expert_hidden, parameter.shape
-    columns = even_rows(width, part.count, part.index)
+    width = spec.expert_hidden
+    rank_width = even_rows(width, part.count, part.index)
     if parameter.name.endswith(".down"):
-        yield ParameterBox((0, 0, columns.start), (experts, first, len(columns)))
+        experts, hidden, _ = parameter.shape
+        yield ParameterBox((0, 0, rank_width.start), (experts, hidden, len(rank_width)))
         return
     if parameter.name.endswith(".down_bias"):
         if part.index == 0:
             yield ParameterBox((0, 0), parameter.shape)
         return
-    for matrix in range(first // width):
-        yield ParameterBox((0, matrix * width + columns.start, *(0 for _ in second)), (experts, len(columns), *second))
+    experts, outputs, *inputs = parameter.shape  # A bias has no inputs.
+    for matrix in range(outputs // width):
+        first_output = matrix * width + rank_width.start
+        yield ParameterBox((0, first_output, *(0 for _ in inputs)), (experts, len(rank_width), *inputs))

@@ -427,8 +427,8 @@ def _layer_mistakes(spec: ModelSpec) -> Iterator[WrongKey]:
         yield WrongKey("qk_norm_whole", "true", "false without qk_norm")
     if spec.qk_norm_rotated and (not spec.qk_norm or spec.qk_norm_whole):
         yield WrongKey("qk_norm_rotated", "true", "false without qk_norm, or with qk_norm_whole")
-    for key in ("tied", "prediction_depth") if spec.head == "score" else ():
-        if value := getattr(spec, key):
+    for key in ("tied", "prediction_depth"):
+        if spec.head == "score" and (value := getattr(spec, key)):
             yield WrongKey(key, str(value).lower(), f"{str(type(value)(0)).lower()} with head: score")
     if len(scalings := [key for key in SCALINGS if getattr(spec, key) is not None]) > 1:
         yield WrongKey(scalings[1], "a section", f"none beside {scalings[0]}: a model has one scaling")

@@ -50,7 +50,9 @@ def load_initial(weights: Mapping[str, StateParts], spec: ModelSpec, init: str) 
             log.warning("%s", note)
         specs = {parameter.name: parameter for parameter in parameters(spec)}
         for name, parts in weights.items():
-            for box, elements in parts.pieces() if not (initial.without_score and name == SCORE) else ():
+            if initial.without_score and name == SCORE:
+                continue
+            for box, elements in parts.pieces():
                 _fill(elements, box, specs[name], initial)
 
 
@@ -60,11 +62,14 @@ def load_base(engine: PlannedModel, spec: ModelSpec, init: str, seed: int) -> st
     load_initial({name: parts for name, parts in weights.items() if not _is_adapter(name)}, spec, init)
     with base_weights(spec, init, seed) as base:
         specs = {parameter.name: parameter for parameter in parameters(without_adapter(spec))}
-        for stored in engine.stored_fp8 if init != "scratch" else ():
-            stored.fill(partial(base.read_rows, specs[stored.name]))
+        if init != "scratch":
+            for stored in engine.stored_fp8:
+                stored.fill(partial(base.read_rows, specs[stored.name]))
         for placed in placed_parts(spec):
             parts = weights.get(placed.parameter("magnitude"))
-            for box, elements in () if parts is None else parts.pieces():
+            if parts is None:
+                continue
+            for box, elements in parts.pieces():
                 first = placed.first_row + box.offsets[0]
                 rows = base.read_rows(specs[placed.weight], first, first + box.sizes[0])
                 elements.copy_(rows.to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=1))

@@ -62,20 +62,25 @@ def busiest_rows(model: ModelSpec, train: TrainSpec, plan: Plan) -> float:
     """
     if all_present(model, plan):
         return 1.0
-    room = exchange_room(model, plan)
-    return room or float(expected_busiest(model, train, experts_over(plan) * plan.axis_size("tensor")).stored_rows)
+    buffered_rows = exchange_room(model, plan)
+    return buffered_rows or float(expected_busiest(model, train, _expert_ranks(plan)).stored_rows)
 
 
 def exchange_room(model: ModelSpec, plan: Plan) -> float:
-    """Return the plan's room for received rows (`expected_loads.received_room`); 0 if no rows are exchanged.
+    """Return how many rows the receive buffers of a rank hold, as a multiple of the rows that the rank sends.
 
-    No rows are exchanged if all experts are present on all ranks.
+    It is 0 for an exchange without fixed buffers (`expected_loads.received_room`). It is also 0 if all experts are present on all ranks,
+    because no rows are exchanged then.
     """
     experts = plan.experts
-    ranks = experts_over(plan) * plan.axis_size("tensor")
     if experts is None or all_present(model, plan):
         return 0.0
-    return float(received_room(experts.exchange, experts.receive_bound, ranks))
+    return float(received_room(experts.exchange, experts.receive_bound, _expert_ranks(plan)))
+
+
+def _expert_ranks(plan: Plan) -> int:
+    """Return the number of ranks that divide the routed experts of a layer: expert ranks times tensor ranks."""
+    return experts_over(plan) * plan.axis_size("tensor")
 
 
 def elements_per_token(
@@ -86,11 +91,11 @@ def elements_per_token(
     `busiest` is explained in `mean_saved_elements`. If the feed-forward is computed in tiles, its gradient sums do not depend on the
     number of tokens; they are divided by the `tokens` of a micro-batch.
     """
-    expert_ranks = experts_over(plan) * plan.axis_size("tensor")
+    expert_ranks = _expert_ranks(plan)
     strategies = plan.strategies(model.layers)
     element = bytes_of(plan.precision.compute)
     share = float(tile_share(plan.mlp_tile, tokens)) if tokens else 1.0
-    sum_bytes_of_element = element * max(tokens, 1.0)
+    element_bytes_of_all_tokens = element * max(tokens, 1.0)
     by_block = dict[tuple[int, Recompute, Linear | None], tuple[float, float]]()
     by_layer = []
     for layer, (kind, strategy) in enumerate(zip(model.layer_kinds, strategies, strict=True)):
@@ -98,8 +103,8 @@ def elements_per_token(
         if key not in by_block:
             low = low_share(plan.precision, plan.linear(layer, model.layers))
             block = _block(model, layer, strategy.recompute)
-            saved, temporary, sums = _elements(*block, low, expert_ranks, busiest, share, element)
-            by_block[key] = saved, temporary + sums / sum_bytes_of_element
+            saved, temporary, sum_bytes = _elements(*block, low, expert_ranks, busiest, share, element)
+            by_block[key] = saved, temporary + sum_bytes / element_bytes_of_all_tokens
         by_layer.append(by_block[key])
     return by_layer.__getitem__
 
@@ -118,7 +123,7 @@ def _elements(
 
 
 def tokens_of(train: TrainSpec, plan: Plan) -> float:
-    """Return the tokens of a micro-batch whose activations one rank stores. Context and tensor ranks divide the tokens among them."""
+    """Return the number of tokens of a micro-batch whose activations one rank stores. Context and tensor ranks divide the tokens."""
     return plan.batch.micro_batch * train.seq_len / (context_size(plan) * plan.axis_size("tensor"))
 
 
@@ -158,7 +163,11 @@ def mean_saved_elements(
     )
     models = (np.arange(len(shape.saved)),) if np.ndim(shape.saved) > SAVED_DIMENSIONS else ()
     elements = shape.saved[(*models, *index)]
-    return elements[..., 0] + low * elements[..., 1] + busiest * elements[..., 2]
+    # The last dimension has the fields of `spec.blocks.memory.Elements`.
+    own = elements[..., 0]
+    rounded = elements[..., 1]
+    received = elements[..., 2]
+    return own + low * rounded + busiest * received
 
 
 def mean_backward_elements(
@@ -178,16 +187,16 @@ def mean_backward_elements(
     arguments are explained in `mean_saved_elements`.
     """
     mode = np.asarray(recompute)
-    received = busiest * shape.expert_rows
+    expert_inputs = busiest * shape.expert_rows
     in_experts = busiest * shape.expert_activated
     recomputed = (
         mean_saved_elements(shape, 0, low, busiest=busiest)
         - mean_saved_elements(shape, recompute, low, busiest=busiest)
-        - received
+        - expert_inputs
     )
     repeats_matmuls = mode >= RECOMPUTE_MODES.index("all_but_attention")
     rounded = np.where(low < 1, low * in_experts, 0.0)
-    inputs = np.where((np.asarray(expert_ranks) > 1) & ~repeats_matmuls, 0.0, received)
+    inputs = np.where((np.asarray(expert_ranks) > 1) & ~repeats_matmuls, 0.0, expert_inputs)
     in_tiles = np.where(repeats_matmuls, (1 - np.asarray(tile)) * shape.tiled, 0.0)
     gradients = shape.activated + in_experts + shape.hidden
     return gradients + inputs + rounded + np.where(mode > 0, recomputed, 0.0) - in_tiles
@@ -228,9 +237,10 @@ def score_gradient_bytes(model: ModelSpec, samples: Array, seq: Array, tensor: A
     The rank has `samples` sequences of `seq` tokens, and `tensor` ranks divide the heads. Heads that share keys and values form a group.
     As many groups are computed together as fit in `SCORE_BYTES`, but at least one.
     """
-    of_group = score_bytes(seq, model.heads / model.kv_heads)
+    group_bytes = score_bytes(seq, model.heads / model.kv_heads)
     groups = np.maximum(1.0, np.asarray(samples) * model.kv_heads / np.asarray(tensor))
-    return of_group * np.minimum(groups, np.maximum(1.0, SCORE_BYTES // of_group))
+    groups_that_fit = np.maximum(1.0, SCORE_BYTES // group_bytes)
+    return group_bytes * np.minimum(groups, groups_that_fit)
 
 
 def moving_elements(model: ModelSpec) -> float:

@@ -63,13 +63,15 @@ def expected_busiest(model: ModelSpec, train: TrainSpec, expert_ranks: Array) ->
 
 
 def received_room(exchange: ExpertExchange | None, bound: float | None, expert_ranks: Array) -> Array:
-    """Return how many rows a rank has room to receive, relative to the rows that it sends.
+    """Return how many rows the receive buffers of a rank hold, as a multiple of the rows that the rank sends.
 
-    Only exchanges with fixed buffers (`peer`, `peer_fp8`) have such a room. It is 0 for others, where the host sizes each exchange.
+    Only the exchanges `peer` and `peer_fp8` have fixed buffers. For the others the result is 0, because the host sizes the buffers of each
+    exchange. `bound` is the plan's limit for the result (`receive_bound`). Without a limit the buffers hold all rows of all ranks.
     """
     ranks = np.asarray(expert_ranks, float)
-    peers = exchange in ("peer", "peer_fp8")
-    return np.where((ranks > 1) & peers, np.minimum(ranks if bound is None else bound, ranks), 0.0)
+    has_fixed_buffers = exchange in ("peer", "peer_fp8")
+    limit = ranks if bound is None else bound
+    return np.where((ranks > 1) & has_fixed_buffers, np.minimum(limit, ranks), 0.0)
 
 
 def busiest_of(loads: np.ndarray, ranks: int) -> BusiestRank:

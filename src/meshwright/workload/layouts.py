@@ -60,7 +60,7 @@ class StepDivision:
     tokens_by_copy_engine: Array = 0.0
     """1 if copy engines carry the tokens between tensor ranks, at the same time as the matmuls."""
     exchange_room: Array = 0.0
-    """Rows that a rank has room to receive from other expert ranks, relative to those it sends (`expected_loads.received_room`)."""
+    """Rows that the receive buffers of a rank hold, as a multiple of the rows that the rank sends (`expected_loads.received_room`)."""
 
     @property
     def ranks(self) -> Array:

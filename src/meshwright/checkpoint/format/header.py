@@ -44,7 +44,7 @@ ITEM_BYTES = {
 HEADER_LIMIT = 16 << 20
 """Largest JSON table that is read or written, in bytes."""
 ENTRY_LIMIT = 200_000
-"""Most tensors of a file that is read."""
+"""Maximum number of tensors of a file that is read."""
 _DIMENSION_LIMIT = 16
 _SIZE_LIMIT = 1 << 60
 """Upper bound of an offset, of a size, and of the number of elements of a tensor."""

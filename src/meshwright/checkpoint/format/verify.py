@@ -40,7 +40,7 @@ from meshwright.spec.errors import BadInput, Damaged, nearest
 from meshwright.spec.host_limits import usable_cores
 
 MAX_THREADS = 8
-"""Most threads that read in one process. More were not faster on the disks measured. Each takes memory for one block."""
+"""Maximum number of threads that read in one process. More were not faster on the disks measured. Each takes memory for one block."""
 
 
 def verify(path: Path, run_id: str | None = None) -> list[Damage]:

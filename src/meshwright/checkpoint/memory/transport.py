@@ -46,11 +46,11 @@ from meshwright.spec.errors import Damaged, MeshwrightError
 SERVER_VARIABLE = "MESHWRIGHT_SNAPSHOT_SERVER"
 """Environment variable of ranks with HOST:PORT of their host's snapshot server."""
 LINE_BYTES = 8 << 10
-"""Most bytes of a line."""
+"""Maximum number of bytes of a line."""
 RECORD_BYTES = 1 << 30
-"""Most bytes of a record."""
+"""Maximum number of bytes of a record."""
 DATA_BYTES = 1 << 44
-"""Most bytes of a snapshot's data."""
+"""Maximum number of bytes of a snapshot's data."""
 PROOF_BYTES = 65
 """Bytes of a line's proof and the space behind it."""
 IDLE_SECONDS = SNAPSHOTS.idle_seconds

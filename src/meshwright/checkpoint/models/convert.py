@@ -79,8 +79,9 @@ def export_checkpoint(
             raise BadInput(f"{path} has no average of the weights: the run sets no train.ema_decay")
         tokenizer = tokenizer_file(path)
         text = known_text_format(path)
-        for sentence in () if text is None else text.sentences():
-            note(sentence)
+        if text is not None:
+            for sentence in text.sentences():
+                note(sentence)
         export_hf(
             out,
             spec,

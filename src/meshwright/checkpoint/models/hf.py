@@ -554,8 +554,9 @@ def _stored_tensors(
     for part in (part for parts in _written_tensors(spec, towers).values() for part in parts):
         torch_dtype, stored = DTYPES["fp32" if part.precise else dtype]
         yield _name_in(towers, spec, part), stored, part.shape, math.prod(part.shape) * torch_dtype.itemsize
-    for name, entry in () if towers is None else towers.entries.items():
-        yield name, entry.dtype, entry.shape, entry.end - entry.start
+    if towers is not None:
+        for name, entry in towers.entries.items():
+            yield name, entry.dtype, entry.shape, entry.end - entry.start
 
 
 def _name_in(towers: Towers | None, spec: ModelSpec, part: HFTensor) -> str:
@@ -598,11 +599,12 @@ def _write_weights(
         stored = torch.float32 if part.precise else dtype
         row_bytes = math.prod(rows.shape[1:]) * stored.itemsize
         _write_tensor(folder / file, offset + first_row * row_bytes, rows, part, stored)
-    for name, pieces in () if towers is None else towers.tensors():
-        file, offset = locations[name]
-        with open(folder / file, "r+b") as opened:
-            opened.seek(offset)
-            opened.writelines(pieces)
+    if towers is not None:
+        for name, pieces in towers.tensors():
+            file, offset = locations[name]
+            with open(folder / file, "r+b") as opened:
+                opened.seek(offset)
+                opened.writelines(pieces)
     for shard in shards:
         sync_file(folder / shard.file)
     if len(shards) > 1:

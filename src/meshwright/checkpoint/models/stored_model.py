@@ -58,20 +58,24 @@ class StoredModel:
         """Yield the name and value of each parameter, or of the part that a rank of the inference engine needs.
 
         `part` is the rank's part along the tensor-parallel axis, `experts` along the expert-parallel axis. `formats` has
-        the 8-bit format in which a parameter is wanted. If the folder stores it in that format, it is yielded as stored;
-        all other parameters are yielded as ordinary tensors.
+        the 8-bit format in which a parameter is wanted. If the folder stores it in that format, its 8-bit numbers and
+        their scales are yielded as stored (`RoundedMatrix`); all other parameters are yielded as ordinary tensors.
         """
         for parameter in parameters(self.spec):
             if not (pieces := rank_pieces(self.spec, parameter, part, experts)):
                 continue
             wanted = formats.get(parameter.name)
             if wanted is not None and self.format_of(parameter.name, part.count) == wanted:
-                yield parameter.name, self._rounded(parameter, pieces, wanted)
+                yield parameter.name, self._as_stored(parameter, pieces, wanted)
             else:
                 yield parameter.name, self._combined(parameter, pieces)
 
     def format_of(self, name: str, ranks: int = 1) -> LayerFormat | None:
-        """Return the 8-bit format in which the folder stores a parameter for each of `ranks` tensor ranks; else None."""
+        """Return the 8-bit format in which a parameter is stored; None if it cannot be used as stored.
+
+        It cannot if the folder does not store it in 8 bits, or if blocks would have to be cut to divide it among `ranks`
+        tensor ranks (`cuts_blocks`).
+        """
         if self.quantised is None or self.cuts_blocks(name, ranks):
             return None
         return self.quantised.native(self._parameters[name])
@@ -84,11 +88,14 @@ class StoredModel:
         parameter = self._parameters[name]
         if self.quantised is None or self.quantised.native(parameter) != "fp8 blocks":
             return False
+        # A block is cut by an edge that is no multiple of its size. The blocks of each stored tensor begin at its first row.
         edges = self.quantised.first_rows(parameter)
         for index in range(ranks):
-            *before, last = rank_pieces(self.spec, parameter, AxisPart(index, ranks))
-            edges += [edge for piece in (*before, last) for edge in piece.offsets]
-            edges += [piece.sizes[0] for piece in before]
+            pieces = rank_pieces(self.spec, parameter, AxisPart(index, ranks))
+            # The first element of each piece. Where a piece ends, another one or another stored tensor begins.
+            edges += [offset for piece in pieces for offset in piece.offsets]
+            # The rank joins its pieces. Within its part, a piece begins after the rows of all pieces before it.
+            edges += [piece.sizes[0] for piece in pieces[:-1]]
         return any(edge % FP8_BLOCK for edge in edges)
 
     @cached_property
@@ -105,27 +112,29 @@ class StoredModel:
 
     def _combined(self, parameter: ParameterSpec, pieces: Sequence[ParameterBox]) -> torch.Tensor:
         """Read pieces of a parameter and join them along the dimension in which they follow each other."""
-        values = [_narrowed(self.read_rows(parameter, *_rows_of(piece)), piece) for piece in pieces]
+        values = [_without_other_columns(self.read_rows(parameter, *_rows_of(piece)), piece) for piece in pieces]
         return _joined(values, parameter)
 
-    def _rounded(
+    def _as_stored(
         self, parameter: ParameterSpec, pieces: Sequence[ParameterBox], number_format: LayerFormat
     ) -> RoundedMatrix:
-        """Return the same as `_combined`, in the 8-bit format as stored.
+        """Return the same as `_combined`, in the 8-bit format in which it is stored.
 
-        An output has one scale for all its inputs, or blocks are not cut (`cuts_blocks`).
+        In the format "fp8 blocks", the pieces must not cut a block (`cuts_blocks`). In the other formats they may lie
+        anywhere, because each output has one scale for all its inputs.
         """
         assert self.quantised is not None
         values = []
         scales = []
         for piece in pieces:
             rows = self.quantised.read_rounded(parameter, *_rows_of(piece))
-            values.append(_narrowed(rows.values, piece))
+            values.append(_without_other_columns(rows.values, piece))
             if number_format == "fp8 blocks":
-                first = piece.offsets[1] // FP8_BLOCK
-                scales.append(rows.scale[:, first : first + -(-piece.sizes[1] // FP8_BLOCK)])
+                first_block = piece.offsets[1] // FP8_BLOCK
+                blocks = -(-piece.sizes[1] // FP8_BLOCK)
+                scales.append(rows.scale[:, first_block : first_block + blocks])
             else:
-                scales.append(_narrowed(rows.scale, piece, last=False))
+                scales.append(_without_other_columns(rows.scale, piece, all_inputs=True))
         return rounded_matrix(_joined(values, parameter), _joined(scales, parameter), number_format)
 
 
@@ -134,11 +143,14 @@ def _rows_of(piece: ParameterBox) -> tuple[int, int]:
     return piece.offsets[0], piece.offsets[0] + piece.sizes[0]
 
 
-def _narrowed(rows: torch.Tensor, piece: ParameterBox, *, last: bool = True) -> torch.Tensor:
-    """Cut the rows of a piece to its other dimensions; without `last` not in the last dimension."""
-    cuts = list(enumerate(zip(piece.offsets, piece.sizes, strict=True)))[1:]
-    for dim, (start, size) in cuts if last else cuts[:-1]:
-        rows = rows.narrow(dim, start, size)
+def _without_other_columns(rows: torch.Tensor, piece: ParameterBox, *, all_inputs: bool = False) -> torch.Tensor:
+    """Return the elements of a piece, given all columns of its rows.
+
+    With `all_inputs`, the last dimension is left as it is: it is that of the inputs, for which a scale has size 1.
+    """
+    dimensions = len(piece.sizes) - 1 if all_inputs else len(piece.sizes)
+    for dim in range(1, dimensions):
+        rows = rows.narrow(dim, piece.offsets[dim], piece.sizes[dim])
     return rows
 
 
@@ -227,6 +239,6 @@ def check_adapters(spec: ModelSpec) -> tuple[str, ...]:
     return stored.notes
 
 
-def _with_predictions(spec: ModelSpec, most: int) -> ModelSpec:
-    """Return the model with only its first `most` prediction modules."""
-    return replace(spec, prediction_depth=min(spec.prediction_depth, most))
+def _with_predictions(spec: ModelSpec, count: int) -> ModelSpec:
+    """Return the model with only its first `count` prediction modules, or with all if it has fewer."""
+    return replace(spec, prediction_depth=min(spec.prediction_depth, count))

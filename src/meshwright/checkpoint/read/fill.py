@@ -62,7 +62,7 @@ class Destination:
         self._collected: Tensor | None = None
         """The bytes of the box's rows so far, if the entry's file offset is not a multiple of its element size.
 
-        The limit of two blocks can then divide an element, so nothing is copied before all bytes have arrived.
+        An element can then begin in one block and end in the next, so nothing is copied before all bytes have arrived.
         """
 
     def fill(self, block: Tensor, block_start: int) -> None:
@@ -133,7 +133,10 @@ def _scatter(
     while values.numel():
         row, column = divmod(position, row_elements)
         whole_rows = 0 if column else values.numel() // row_elements
-        used = whole_rows * row_elements or min(row_elements - column, values.numel())
+        if whole_rows:
+            used = whole_rows * row_elements
+        else:  # The rest of the row, or as much of it as there is.
+            used = min(row_elements - column, values.numel())
         start = max(row, first_row)
         end = min(row + max(whole_rows, 1), first_row + row_count)
         if start < end and whole_rows:
@@ -141,7 +144,7 @@ def _scatter(
             for dim in range(1, len(shape)):
                 part = part.narrow(dim, offsets[dim], target.shape[dim])
             store(target[start - first_row : end - first_row], part)
-        elif start < end:  # a part of a row
+        elif start < end:  # A part of a row.
             _scatter(values[:used], column, shape[1:], offsets[1:], target[row - first_row], store)
         values = values[used:]
         position = position + used

@@ -44,7 +44,7 @@ COPY_BYTES = 64 << 20
 """Largest copy, a divisor of `PIN_BYTES`: between two of them the copy engine serves the small copies of training."""
 
 QUEUED_COPIES = 1024
-"""Most copies that are given to the device at once: its queue holds about as many operations and then blocks the host."""
+"""Maximum number of copies that are given to the device at once: its queue holds about as many operations and then blocks the host."""
 COPIES_AHEAD = 128
 """Copies of a larger snapshot that are given to the device before earlier ones have ended."""
 

@@ -139,8 +139,8 @@ class AttentionSpec:
             bias=self.qkv_bias,
         )
         attended = {"q": name("q"), "k": name("k")}
-        steps = (self._normed, self._rotated)
-        for step in reversed(steps) if self.rotated_norm else steps:
+        steps = (self._rotated, self._normed) if self.rotated_norm else (self._normed, self._rotated)
+        for step in steps:
             yield from step(place, attended)
         attention = Value(name("heads"), queries)
         yield AttendOp(
