@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.incidents import incidents
+from meshwright.cli.incidents import incident_lines, incidents
 from meshwright.diagnosis.culprit import Culprit, Waiting
 from meshwright.events.messages import CHANNEL, CollectivesRequest, ProgressMessage, encode
 from meshwright.events.stacks import STACKS, evidence_memory
@@ -64,6 +64,14 @@ def test_a_record_says_who_did_what_and_who_waited(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "step 41, attempt 2: hang" in printed and "cause (certain): rank 1 on b in forward 2.3" in printed
     assert "restart 1 of 3" in printed and str(folder) in printed
+
+
+def test_a_rank_that_raised_an_error_is_the_first_to_fail() -> None:
+    record = {"time": 0.0, "step": 2, "attempt": 1, "cause": "failure", "rank": 0, "host": "a", "action": "end"}
+    record |= {"confidence": "certain", "reason": "r", "answer": "b", "evidence": "e"}
+    assert incident_lines(record)[1] == "  first to fail (certain): rank 0 on a"
+    assert incident_lines({**record, "cause": "hang"})[1] == "  cause (certain): rank 0 on a as it ended"
+    assert incident_lines({**record, "rank": None})[1] == "  cause (certain): no single rank"
 
 
 def test_old_incidents_are_removed_and_numbers_go_on(tmp_path: Path) -> None:

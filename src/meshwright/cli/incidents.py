@@ -13,7 +13,7 @@ import typer
 from meshwright.cli.options import Json, show
 from meshwright.cli.report import find_run
 
-_PLACES = {"start": "as it started", "end": "as it ended"}
+_PLACES = {"start": " as it started", "end": " as it ended"}
 """How a line names what a rank did outside of its steps."""
 
 
@@ -47,11 +47,15 @@ def incident_lines(record: Mapping[str, Any]) -> list[str]:
     """Describe one incident in lines of text. `record` is an entry of `launch.incidents.read_incidents`."""
     moment = datetime.fromtimestamp(record["time"]).astimezone().isoformat(" ", "seconds")
     where = "before the first step" if record["step"] is None else f"step {record['step']}"
-    action = _PLACES.get(record["action"], f"in {record['action']}")
-    rank = "no single rank" if record["rank"] is None else f"rank {record['rank']} on {record['host']} {action}"
+    known = record["rank"] is not None
+    # A rank that raised an error has ended its work when the error is recorded.
+    raised = known and record["cause"] == "failure" and record["action"] == "end"
+    rank = f"rank {record['rank']} on {record['host']}" if known else "no single rank"
+    if known and not raised:
+        rank += _PLACES.get(record["action"], f" in {record['action']}")
     return [
         f"{moment}  {where}, attempt {record['attempt']}: {record['cause']}",
-        f"  cause ({record['confidence']}): {rank}",
+        f"  {'first to fail' if raised else 'cause'} ({record['confidence']}): {rank}",
         f"  {record['reason']}",
         f"  {record['answer']}",
         f"  evidence in {record['evidence']}",

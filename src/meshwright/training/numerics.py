@@ -64,7 +64,7 @@ class NumericalPolicy:
         `newest_checkpoint` returns the step of the run's newest checkpoint, 0 if there is none. The message of a failure names it.
         """
         self._train = train
-        self._folder = folder
+        self._folder = min(os.path.relpath(folder), str(folder), key=len)
         self._newest_checkpoint = newest_checkpoint
         self._replicas = replicas
         self.skip_samples = skip_samples
@@ -129,7 +129,7 @@ class NumericalPolicy:
         applied = "was not applied" if skips else "was applied"
         applied = "differs between replicas" if differ else applied
         raise NumericalFailure(
-            f"{cause}; the update {applied}. `meshwright data show {os.path.relpath(self._folder)} --step {step}` names what the step "
+            f"{cause}; the update {applied}. `meshwright data show {self._folder} --step {step}` names what the step "
             "read. A run that is started again reads the same samples, and this step fails again. To avoid it, "
             f"{_remedy(verdict, self._newest_checkpoint(), self._folder)}"
         )
@@ -159,14 +159,14 @@ class NumericalPolicy:
         return f"{cause}; the update was skipped"
 
 
-def _remedy(verdict: Verdict, newest_checkpoint: int, folder: Path) -> str:
+def _remedy(verdict: Verdict, newest_checkpoint: int, folder: str) -> str:
     """What to change after a failure. Without a checkpoint there is nothing to go back to, and the run starts anew."""
     slower = "with a lower train.learning_rate or a longer train.warmup_steps"
     if not newest_checkpoint:
         return f"begin again (--fresh) {slower}; there is no checkpoint yet, and checkpoint.every=N writes some to go back to"
     return (
         f"set train.on_{verdict}=rollback_skip to leave out these samples, or start another run from the checkpoint of step "
-        f"{newest_checkpoint} (name=… model.init=checkpoint:{os.path.relpath(folder)}) {slower}"
+        f"{newest_checkpoint} (name=… model.init=checkpoint:{folder}) {slower}"
     )
 
 
