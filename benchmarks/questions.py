@@ -270,12 +270,12 @@ def uses(answer: PlanAnswer) -> Iterator[tuple[str, float]]:
     yield "the plan", seconds_at_peak(run, wide, linear) / plan.predicted.step_seconds
     for entry in answer.formats:
         narrowest = max(
-            (format_named(name).peak for name in (entry.dense, entry.experts)), key=lambda name: peaks[name]
+            (format_named(name).number_format for name in (entry.dense, entry.experts)), key=lambda name: peaks[name]
         )
         yield f"{entry.dense} with experts in {entry.experts}", seconds_at_peak(run, "bf16", narrowest) / entry.seconds
     for entry in answer.software:
         if entry.seconds:
-            matmuls = format_named(entry.precision).peak
+            matmuls = format_named(entry.precision).number_format
             yield entry.software, seconds_at_peak(answer.asked_run, "bf16", matmuls) / entry.seconds
     for entry in answer.features:
         yield entry.feature, seconds_at_peak(run, wide, entry.alone_matmuls or linear) / entry.alone

@@ -364,8 +364,9 @@ def test_dimensions_come_from_an_earlier_run() -> None:
         run = run_of(f"model: {{init: 'checkpoint:{where}'}}")
         assert (run.model.hidden, run.model.layers) == (32, 2)
         assert run.model.init == f"checkpoint:{'runs/old' if where == 'old' else where}"
-    with pytest.raises(BadConfig, match=r"run\.yaml:2:15: model\.init"):
-        run_of("model: {init: 'checkpoint:missing'}")
+    for folder in ("missing", "runs/old/traces", "runs/old/traces/day"):
+        with pytest.raises(BadConfig, match=r"run\.yaml:2:15: model\.init"):
+            run_of(f"model: {{init: 'checkpoint:{folder}'}}")
 
 
 @pytest.mark.usefixtures("here")
@@ -441,7 +442,7 @@ VALUES = {
 @given(st.fixed_dictionaries({}, optional=VALUES))
 def test_any_run_survives_resolving(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]) -> None:
     run = load_run(QUICKSTART, [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()])
-    file = tmp_path_factory.getbasetemp() / "config.yaml"
+    file = tmp_path_factory.mktemp("resolved") / "config.yaml"
     file.write_text(resolved_yaml(run), encoding="utf-8")
     assert load_run(file) == run
     assert run.name == changes.get("name", "quickstart")

@@ -52,7 +52,11 @@ NOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
             "meshwright train run.yaml cluster=auto",
             "meshwright train benchmarks/llama3-8b.yaml",
         ),
-        "docs/how-to/resume.md": ("CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 meshwright train run.yaml cluster=auto",),
+        "docs/how-to/resume.md": (
+            "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 meshwright train run.yaml cluster=auto",
+            "meshwright train run.yaml",
+            "meshwright train run.yaml cluster.gpus_per_node=4",
+        ),
         "docs/how-to/measure-a-machine.md": (
             "meshwright profile cluster=auto cluster.emulate_nodes=2 --out two-nodes.json",
             "meshwright profile --serve serve.yaml --out h200.json    # or model=llama3-8b",
@@ -130,6 +134,7 @@ NOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "a scheduler; tests/hosts/test_schedulers_page.py runs them there": {
         "docs/how-to/schedulers.md": (
+            "source /shared/venv/bin/activate",
             "sbatch --wait --time=00:10:00 first.sbatch",
             "export RAY_AUTH_MODE=token",
             "RAY_AUTH_MODE=token python first_ray.py",

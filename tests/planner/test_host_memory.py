@@ -132,7 +132,8 @@ def test_a_few_layers_are_moved_where_that_is_cheaper_than_to_recompute() -> Non
 def test_the_error_names_the_host_where_only_its_memory_is_too_small() -> None:
     with pytest.raises(
         OutOfResources,
-        match=r"offloaded data exceeds the usable 55.0 GB of each host by \d+.\d GB.*cluster.host_memory_gib",
+        match=r"offloaded data needs \d+.\d GB of each host, \d+.\d GB more than the usable 55.0 GB\s+"
+        r"usable is 80% of cluster.host_memory_gib",
     ):
         search(run_with("cluster.host_memory_gib=64", "plan.offload=activations", "plan.recompute=selective"))
 

@@ -228,8 +228,12 @@ def _dimensions_of_weights(
 
 def dimensions_of_run(folder: Path) -> dict[str, Any] | None:
     """Return the dimensions of the model in a run's folder, or in a checkpoint of a run. None if `folder` is neither."""
-    candidates = [parent / "config.yaml" for parent in (folder, *folder.parents[:2])]
-    configs = [file for file in candidates if os.path.isfile(file)]
+    homes = [folder]
+    if folder.name == "checkpoints":
+        homes.append(folder.parent)
+    elif folder.parent.name == "checkpoints":
+        homes.append(folder.parent.parent)
+    configs = [home / "config.yaml" for home in homes if os.path.isfile(home / "config.yaml")]
     stored = read_yaml(configs[0]).get(("model",)) if configs else None
     if not isinstance(stored, dict):
         return None

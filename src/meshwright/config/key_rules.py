@@ -105,11 +105,14 @@ def cross_checks(document: YamlDocument, unusable: set[KeyPath], plan_file: Valu
 def _at_override(document: YamlDocument, mistake: Mistake) -> Mistake:
     """Return the mistake with the command line as its position if a key that it compares with stands there.
 
-    The value in the file was right before; the override is what the user has to change.
+    The value in the file was right before; the override is what the user has to change. A key of a plan, in the run
+    file or in a plan file, keeps its own line, because rules of a plan compare several keys.
     """
+    if mistake.key.startswith("plan") or mistake.file != document.top.file:
+        return mistake
     compared = (tuple(name.split(".")) for name in _COMPARED.findall(mistake.expected))
     position = next((at for at in map(document.value_position, compared) if at.file == COMMAND_LINE), None)
-    if position is None or mistake.file == COMMAND_LINE:
+    if position is None:
         return mistake
     return dataclasses.replace(mistake, file=COMMAND_LINE, line=None, column=None)
 
