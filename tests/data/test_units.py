@@ -154,12 +154,12 @@ def test_a_worker_that_is_killed_is_replaced(
 
     def give_and_kill(self: local_workers._Process, unit: int) -> None:
         give(self, unit)
-        if len(killed) < 2 and unit >= 4:
+        if len(killed) < 2 and unit >= 4 and self._process.pid not in killed:  # a process may get two units at once
             killed.append(self._process.pid)
             os.kill(self._process.pid, signal.SIGKILL)
 
     monkeypatch.setattr(local_workers._Process, "give", give_and_kill)
-    assert prepare_mixed(workers=2) == whole and len(set(killed)) == 2
+    assert prepare_mixed(workers=2) == whole and len(killed) == 2
 
 
 def test_a_unit_that_kills_every_worker_is_named(
