@@ -19,6 +19,7 @@ from meshwright.families.registry import FAMILIES
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import MeshwrightError, nearest
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.folders import homes_of
 from meshwright.spec.foreign_words import no_folder_hint
 from meshwright.spec.job import EQUAL_LOADS, STEPS_OF_EPOCHS, TrainSpec, planned_sequences
 from meshwright.spec.model import ModelSpec
@@ -228,12 +229,7 @@ def _dimensions_of_weights(
 
 def dimensions_of_run(folder: Path) -> dict[str, Any] | None:
     """Return the dimensions of the model in a run's folder, or in a checkpoint of a run. None if `folder` is neither."""
-    homes = [folder]
-    if folder.name == "checkpoints":
-        homes.append(folder.parent)
-    elif folder.parent.name == "checkpoints":
-        homes.append(folder.parent.parent)
-    configs = [home / "config.yaml" for home in homes if os.path.isfile(home / "config.yaml")]
+    configs = [home / "config.yaml" for home in homes_of(folder) if os.path.isfile(home / "config.yaml")]
     stored = read_yaml(configs[0]).get(("model",)) if configs else None
     if not isinstance(stored, dict):
         return None

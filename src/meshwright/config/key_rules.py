@@ -185,10 +185,9 @@ def _sequence(run: RunValues) -> Iterator[Mistake]:
     """Yield a mistake if sequences are longer than the model's longest sequence."""
     seq_len = run("train.seq_len")
     longest = run("model.max_seq_len")
-    known = run.given("model.max_seq_len") or run(
-        "model.layers"
-    )  # else the model is a mistake, and the default of another one
-    if known and seq_len and longest and seq_len > longest:
+    # If the model itself is a mistake, its longest sequence is only the default of ModelSpec.
+    is_known = run.given("model.max_seq_len") or run("model.layers")
+    if is_known and seq_len and longest and seq_len > longest:
         learned = run("model.positions") == "learned"
         remedy = "the length of its learned positions" if learned else "which can be raised"
         yield run.mistake("train.seq_len", f"at most model.max_seq_len = {longest}, {remedy}", str(longest))

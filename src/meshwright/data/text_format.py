@@ -31,6 +31,7 @@ from meshwright.data.tokenizer_file import tokenizer_in
 from meshwright.durable.writes import digest, write_durable
 from meshwright.spec.errors import BadInput, Damaged, nearest
 from meshwright.spec.folder_files import JSON_BYTES, TOKENIZER_BYTES, read_folder_file
+from meshwright.spec.folders import homes_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -220,7 +221,7 @@ def read_text_format(folder: Path, tokenizer: Tokenizer | None = None) -> TextFo
     If the folder has a record, it is returned; otherwise `derive` reads the files of the folder. `tokenizer` is the folder's tokenizer if
     the caller has loaded it. Raises BadInput if there is neither a record nor a tokenizer.json, and Damaged if the record cannot be read.
     """
-    for home in _homes(folder):
+    for home in homes_of(folder):
         if (recorded := recorded_text_format(home)) is not None:
             return recorded
     file = tokenizer_file(folder)
@@ -250,7 +251,7 @@ def recorded_text_format(folder: Path) -> TextFormat | None:
 
 def tokenizer_file(folder: Path) -> Path | None:
     """The tokenizer.json in the folder of a model or corpus; for a checkpoint without one, the tokenizer.json of its run."""
-    return next((file for home in _homes(folder) if (file := home / TOKENIZER).is_file()), None)
+    return next((file for home in homes_of(folder) if (file := home / TOKENIZER).is_file()), None)
 
 
 def no_tokenizer(folder: Path) -> BadInput:
@@ -262,7 +263,7 @@ def no_tokenizer(folder: Path) -> BadInput:
 
 def known_text_format(folder: Path) -> TextFormat | None:
     """Like `read_text_format`, but None for a folder that has neither a record nor a tokenizer.json."""
-    recorded = any(recorded_text_format(home) is not None for home in _homes(folder))
+    recorded = any(recorded_text_format(home) is not None for home in homes_of(folder))
     return read_text_format(folder) if recorded or tokenizer_file(folder) is not None else None
 
 
@@ -535,11 +536,6 @@ class _FolderFiles:
 def _prepended(begin: Sequence[int], ids: Sequence[int]) -> list[int]:
     """`ids` with `begin` in front, unless `ids` start with `begin` already."""
     return list(ids) if list(ids[: len(begin)]) == list(begin) else [*begin, *ids]
-
-
-def _homes(folder: Path) -> tuple[Path, ...]:
-    """The folders in which the text files of a model are searched: the folder itself, and for a checkpoint also the folder of its run."""
-    return (folder, folder.parent.parent) if folder.parent.name == "checkpoints" else (folder,)
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Folders of the user that remain after a run."""
+"""Folders that remain after a run: the user's caches, and the folder of a run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from meshwright.spec.errors import BadInput
 
 CACHE_HINT = "set XDG_CACHE_HOME to a folder that this user can write"
 """What a user without a home folder can do."""
+
+
+def homes_of(folder: Path) -> tuple[Path, ...]:
+    """Return the folders in which the files of a model are looked up: `folder`, then the run's folder if that is another one.
+
+    `folder` is a run's folder, its `checkpoints` folder, one of its checkpoints, or a Hugging Face folder:
+
+    >>> [str(home) for home in homes_of(Path("runs/a/checkpoints/step-00000010"))]
+    ['runs/a/checkpoints/step-00000010', 'runs/a']
+    >>> [str(home) for home in homes_of(Path("models/a"))]
+    ['models/a']
+    """
+    if folder.name == "checkpoints":
+        return folder, folder.parent
+    return (folder, folder.parent.parent) if folder.parent.name == "checkpoints" else (folder,)
 
 
 def user_cache(env: Mapping[str, str] = os.environ) -> Path:

@@ -26,6 +26,7 @@ from meshwright.families.folder import folder_nesting, read_json
 from meshwright.families.text_part import TOWERS, Nesting
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources
 from meshwright.spec.folder_files import JSON_BYTES, read_folder_file
+from meshwright.spec.folders import homes_of
 
 RECORD = "config.json"
 TENSORS = "towers.safetensors"
@@ -133,8 +134,7 @@ def towers_sentence(names: Collection[str]) -> str:
 
 def _kept(folder: Path) -> Path | None:
     """Return the folder `towers` of a run, given the run's folder or one of its checkpoints; None if there is none."""
-    homes = (folder.parent.parent if folder.parent.name == "checkpoints" else folder, folder)
-    return next((home / TOWERS for home in homes if (home / TOWERS).is_dir()), None)
+    return next((home / TOWERS for home in homes_of(folder) if (home / TOWERS).is_dir()), None)
 
 
 def _copy_settings(source: Path, folder: Path) -> None:
